@@ -70,9 +70,17 @@ def kept(signature: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*parts, attributes)
 
 
+def _text(module: nn.Module) -> str:
+    """For messages; PyTorch prints no module in a cycle, nor a convolution with ``padding = 2``."""
+    try:
+        return str(module)
+    except (RecursionError, TypeError):
+        return type(module).__name__
+
+
 def describe(module: nn.Module) -> tuple[Any, ...]:
     """The arguments of ``ModuleCapture::describe`` (``src/ops/module_capture.h``)."""
-    text, tensors = str(module), (*layer_params(module), *used_statistics(module))
+    text, tensors = _text(module), (*layer_params(module), *used_statistics(module))
     if layer_kind(module) is None:  # only Python knows it
         return [], 0.0, [], "", False, False, text, *tensors
     row, eps = call_row(module, -1, -1, 0)

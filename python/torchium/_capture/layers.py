@@ -311,18 +311,22 @@ def convolution_padding(module: _ConvNd) -> list[int]:
     """
     if module.padding_mode != "zeros":
         return list(module._reversed_padding_repeated_twice)
-    dims = len(module.kernel_size)
-    zeros: Any = module.padding
-    if zeros == "valid":
-        return [0] * (2 * dims)
+    zeros: Any = 0 if module.padding == "valid" else module.padding
     if zeros == "same":
         sides: list[int] = []
-        for dilation, size in zip(module.dilation[::-1], module.kernel_size[::-1], strict=True):
+        dilations = _of_each_dim(module, module.dilation)
+        for dilation, size in zip(reversed(dilations), reversed(module.kernel_size), strict=True):
             total = dilation * (size - 1)
             sides += [total // 2, total - total // 2]
         return sides
-    each = [zeros] * dims if isinstance(zeros, int) else zeros
+    each = _of_each_dim(module, zeros)
     return [side for of_dim in reversed(each) for side in (of_dim, of_dim)]
+
+
+def _of_each_dim(module: _ConvNd, value: Any) -> list[int]:
+    """As PyTorch's operators take it: one number stands for all dimensions."""
+    sizes = [value] if isinstance(value, int) else list(value)
+    return sizes * len(module.kernel_size) if len(sizes) == 1 else sizes
 
 
 def input_padding(module: nn.Module) -> tuple[list[int], str]:
@@ -350,10 +354,11 @@ def _convolution_settings(module: _ConvNd) -> list[int]:
     zeros = [0] * len(module.kernel_size)
     if module.padding_mode == "zeros":
         zeros = convolution_padding(module)[-2::-2]
+    stride, dilation = (_of_each_dim(module, x) for x in (module.stride, module.dilation))
     others = [module.groups, int(module.transposed)]
     if is_1d(module):
-        return [1, *module.stride, 0, *zeros, 1, *module.dilation, *others]
-    return [*module.stride, *zeros, *module.dilation, *others]
+        return [1, *stride, 0, *zeros, 1, *dilation, *others]
+    return [*stride, *zeros, *dilation, *others]
 
 
 def call_row(

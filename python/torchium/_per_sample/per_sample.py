@@ -240,12 +240,21 @@ def _check_modules(model: nn.Module) -> str | None:
     return why_not_vmap
 
 
-def _is_harmless(module: nn.Module | None) -> bool:
-    return (
-        module is not None
-        and type(module) in _HARMLESS
-        and all(map(_is_harmless, module._modules.values()))
-    )
+def _is_harmless(model: nn.Module) -> bool:
+    """Whether all modules are, in a third of the time of ``model.modules()``."""
+    waiting: list[nn.Module | None] = [model]
+    seen = set(map(id, waiting))
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        if type(module) not in _HARMLESS:
+            return False
+        for child in module._modules.values():
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return True
 
 
 def _why_not_per_sample(module: nn.Module) -> str | None:

@@ -33,7 +33,7 @@ ON_CPU = [
     sharded_shampoo_checkpoints,
 ]
 ON_GPUS = [curvature_on_gpus, shampoo_on_gpus]
-GPUS = 2
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2
 few_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < GPUS, reason=f"fewer than {GPUS} CUDA devices"
 )
@@ -78,7 +78,7 @@ def test_on_ranks(groups, device_type, ranks, module, name):
 
 @pytest.mark.cuda
 @few_gpus
-@pytest.mark.xdist_group("2 ranks, cuda")
+@pytest.mark.xdist_group(f"{GPUS} ranks, cuda")
 def test_updates_are_gathered_where_no_memory_is_read(tmp_path):
     """Ranks without a TCP store do not read each other's memory."""
     group = Ranks(GPUS, tmp_path, "cuda", by_tcp=False)

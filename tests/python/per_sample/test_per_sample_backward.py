@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torchium
 from captured_layers import MODELS, Scaled, UsedOutside, loss_fn, model_and_batch
 from reference.per_sample import per_sample_gradients as reference_gradients
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch.nn import functional as F
 from torchium.gradients import per_sample
 
@@ -323,3 +325,48 @@ def test_a_block_in_a_compiled_function():
     for _ in range(2):
         for found, right in zip(compiled(), expected.values(), strict=True):
             torch.testing.assert_close(found, right)
+
+
+class Chosen(nn.Module):
+    """``torch.cond`` compiles itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(torch.cond(x.sum() > 0, torch.sin, torch.cos, (h,)))
+
+
+def test_conditions_in_a_block():
+    torch.compiler.reset()
+    model, x, y = Chosen(), torch.randn(6, 4), torch.randint(3, (6,))
+    rows = []
+    for _ in range(2):
+        with torchium.per_sample(model):
+            F.cross_entropy(model(x), y).backward()
+        rows.append([p.grad_sample for p in model.parameters()])
+    h = model.first(x)
+    h = torch.sin(h) if x.sum() > 0 else torch.cos(h)
+    losses = F.cross_entropy(model.last(h), y, reduction="none")
+    for i, loss in enumerate(losses):
+        expected = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        for found in rows:
+            for row, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(row[i], right)
+
+
+def test_the_stance_of_the_compiler_is_that_of_before_in_any_order():
+    """A stance that begins in a block and ends behind it sets the one it has met again."""
+    torch.compiler.reset()
+    model = mlp()
+    torch.compile(lambda x: x.sin(), backend="eager")(torch.randn(3))
+    before = dataclasses.replace(eval_frame._stance)
+    with torchium.per_sample(model):
+        assert eval_frame._stance.stance == "force_eager"
+        F.mse_loss(model(torch.randn(6, 4)), torch.randn(6, 3)).backward()
+        other = torch.compiler.set_stance("eager_on_recompile")
+    assert eval_frame._stance.stance == "eager_on_recompile"
+    other.__exit__(None, None, None)
+    assert eval_frame._stance == before

@@ -9,6 +9,7 @@ import torch
 import torchium
 from reference import per_sample
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 from torchium.utils.cuda_kernels import CUDAGradientOps
 
@@ -184,3 +185,37 @@ def test_per_sample_gradients_need_one_number():
         CUDAGradientOps.per_sample_gradients(
             nn.Linear(5, 3), lambda output, target: 1.0, torch.ones(2, 5), torch.zeros(2)
         )
+
+
+@pytest.mark.parametrize("cls", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("name", ["padding", "stride", "dilation"])
+@pytest.mark.parametrize("value", [2, (2,)])
+def test_one_number_stands_for_both_dimensions_of_a_convolution(cls, name, value):
+    if (cls, name, value) == (nn.ConvTranspose2d, "padding", 2):
+        pytest.skip("PyTorch refuses it")
+    layer = cls(2, 3, 3, padding=1, dtype=torch.float64)
+    setattr(layer, name, value)
+    model = nn.Sequential(layer, nn.Flatten())
+    x = torch.randn(4, 2, 6, 7, dtype=torch.float64)
+    y = torch.randn_like(model(x))
+    expected = per_sample.per_sample_gradients(model, F.mse_loss, x, y)
+    rows = torchium.per_sample_gradients(model, F.mse_loss, x, y)
+    for key, row in rows.items():
+        torch.testing.assert_close(row, expected[key])
+    with torchium.per_sample(model):
+        F.mse_loss(model(x), y).backward()
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[key])
+
+
+def test_a_cycle_of_modules():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    x, y = torch.randn(5, 3), torch.randn(5, 4)
+    expected = per_sample.per_sample_gradients(model, F.mse_loss, x, y)
+    model[0].parent = model
+    rows = torchium.per_sample_gradients(model, F.mse_loss, x, y)
+    for key, row in expected.items():
+        torch.testing.assert_close(rows[key], row)
+    with torchium.per_sample(model):
+        F.mse_loss(model(x), y).backward()
+    torch.testing.assert_close(model[0].weight.grad_sample, expected["0.weight"])

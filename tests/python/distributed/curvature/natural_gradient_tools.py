@@ -38,7 +38,7 @@ def alone() -> Any:
 
 def sizes_of(ranks: int, equal: bool = False) -> list[int]:
     """Samples of each rank."""
-    return [3] * ranks if equal else [3, 2, 4][:ranks]
+    return [3] * ranks if equal else [3, 2, 4, 1][:ranks]
 
 
 def own() -> int:
