@@ -139,7 +139,7 @@ def natural_gradient_of_float32_equals_one_process(ranks: int) -> None:
                 options = {**SOLVERS[solver], **({"eps": 1e-6} if solver == "cg" else {})}
                 optimizer = natural_gradient(model, group, damping=0.1, **options)
                 for seed in range(3):
-                    x, y = model_and_batch(name, 6, dtype=torch.float32, seed=seed)[1]
+                    x, y = model_and_batch(name, 3 * ranks, dtype=torch.float32, seed=seed)[1]
                     part = slice(3 * own(), 3 * own() + 3) if group is None else slice(None)
                     optimizer.zero_grad()
                     loss_fn(model(x[part]), y[part]).backward()
