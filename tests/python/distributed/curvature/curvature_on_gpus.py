@@ -1,4 +1,4 @@
-"""What two GPUs that share the steps of K-FAC and NaturalGradient have to do besides the cases of a CPU."""
+"""What GPUs that share the steps of K-FAC and NaturalGradient have to do besides the cases of a CPU."""
 
 from __future__ import annotations
 
@@ -165,7 +165,9 @@ def natural_gradient_graphs_equal_launched_steps(ranks: int) -> None:
                 for seed in range(14):
                     optimizer.zero_grad()
                     # In some steps rank 1 has fewer samples, or as many in two backward passes.
-                    x, y = batches_of(name, [4, 2] if seed % 5 == 4 else [4, 4], seed)[own()]
+                    x, y = batches_of(name, [4, 2 if seed % 5 == 4 else 4, 3, 4][:ranks], seed)[
+                        own()
+                    ]
                     x, y = x.float(), y.float() if y.is_floating_point() else y
                     part = 2 if own() == 1 and seed % 5 == 3 else len(x)
                     for inputs, targets in zip(x.split(part), y.split(part), strict=True):

@@ -1,4 +1,4 @@
-"""Two GPUs share the steps of Shampoo, with NCCL: replicas and shards."""
+"""Several GPUs share the steps of Shampoo, with NCCL: replicas and shards."""
 
 from __future__ import annotations
 
@@ -78,12 +78,13 @@ def kernels_of_a_step(optimizer: Any, params: list[nn.Parameter], step: int) -> 
 def directions_are_read_from_memory(ranks: int) -> None:
     """Not gathered by NCCL, where the devices have peer access and all have new memory at once."""
     rank = dist.get_rank()
-    has_access = torch.cuda.can_device_access_peer(rank, 1 - rank)
+    others = [other for other in range(ranks) if other != rank]
+    has_access = all(torch.cuda.can_device_access_peer(rank, other) for other in others)
     for comm_dtype in (torch.float32, torch.bfloat16):
         params = parameters(torch.float32)
         given = {"block_size": 128, "bucket_bytes": 2**16, "comm_dtype": comm_dtype}
         optimizer = torchium.Shampoo(params, **given, process_group=dist.group.WORLD)
-        for step, replaced_on, reads in ((0, [], True), (2, [1], False), (4, [0, 1], True)):
+        for step, replaced_on, reads in ((0, [], True), (2, [1], False), (4, range(ranks), True)):
             if rank in replaced_on:
                 params[0].data = params[0].data.clone()
             train(optimizer, params, range(step, step + 1))
@@ -185,8 +186,8 @@ def sharded(tensors: list[nn.Parameter], mesh: Any, placement: Any) -> list[nn.P
 
 @case(2)
 def shards_equal_one_process(ranks: int) -> None:
-    """Rows and columns, of sizes that two ranks do not divide and that the blocks do not."""
-    mesh = init_device_mesh("cuda", (2,))
+    """Rows and columns, of sizes that the ranks do not divide and that the blocks do not."""
+    mesh = init_device_mesh("cuda", (ranks,))
     for dtype, placement in ((torch.float32, Shard(0)), (torch.bfloat16, Shard(1))):
         for options in OPTIONS:
             given = {"block_size": 128, "update_freq": 3, "eps": 1e-2, **options}
@@ -211,7 +212,7 @@ def shards_equal_one_process(ranks: int) -> None:
 def fully_shard_training(ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cuda", (2,))
+    mesh = init_device_mesh("cuda", (ranks,))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 255), nn.Tanh(), nn.Linear(255, 10)).cuda()
     fully_shard(net, mesh=mesh)
@@ -285,7 +286,7 @@ def local_part(values: torch.Tensor, p: Any) -> torch.Tensor:
 def captured_steps_equal_launched_ones(ranks: int) -> None:
     """With NCCL and the reads of other memory in the graph; neither waits for the device."""
     adam = {"betas": (0.9, 0.99), "grafting": "adam", "weight_decay": 0.1, "momentum": 0.9}
-    mesh = init_device_mesh("cuda", (2,))
+    mesh = init_device_mesh("cuda", (ranks,))
     for options in ({}, adam, {**adam, "decoupled_weight_decay": True}):
         for of_shards in (None, mesh):
             launched, captured = Captured(options, of_shards), Captured(options, of_shards)
