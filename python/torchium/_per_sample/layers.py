@@ -74,7 +74,7 @@ class LayerCalls:
         if formula_of(module) is not None:
             found = rows_by_formula(module, params, input, output_gradient, call.has_batches)
             for name, rows in found.items():
-                self._add_rows(params[name], rows)
+                self.add_rows(params[name], rows)
         elif (
             type(module) is nn.Linear and input.dim() > 1
         ):  # what call_row() and core_tensors() return
@@ -87,7 +87,7 @@ class LayerCalls:
             for image, gradient in _images(module, input, output_gradient, call.has_batches):
                 self._append(*core_tensors(module, image, gradient), row, eps)
 
-    def _add_rows(self, position: int, rows: Tensor) -> None:
+    def add_rows(self, position: int, rows: Tensor) -> None:
         """Explicit gradients: those of the bias of a layer norm with such an output gradient."""
         row = core_row(LayerKind.LAYER_NORM, -1, position, 0, [rows.dim() - 1])
         self._append(rows, rows, row, 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .layers import LayerCalls
 from .per_sample import Rows, evaluate, one_call
 from .sample_loss import LossFunction, trainable
 
@@ -50,9 +51,12 @@ def per_sample_norms(
         parameters = _trainable(model)
         params = list(parameters.values())
 
+        options = {"max_workspace_bytes": max_workspace_bytes}
+
         def from_rows(rows: Rows, samples: int) -> Tensor:
             chunks = _chunks(params, samples, max_workspace_bytes)
-            return torch.cat([_norms(rows(*chunk)) for chunk in chunks]).to(_dtype(params))
+            found = (_of_rows(params, rows(*chunk)) for chunk in chunks)
+            return torch.cat([calls.run(_ops.per_sample_norms, **options) for calls in found])
 
         norms: Tensor = evaluate(
             "per_sample_norms",
@@ -61,7 +65,7 @@ def per_sample_norms(
             loss_fn,
             inputs,
             targets,
-            lambda calls: calls.run(_ops.per_sample_norms, max_workspace_bytes=max_workspace_bytes),
+            lambda calls: calls.run(_ops.per_sample_norms, **options),
             from_rows,
         )
     return norms
@@ -107,18 +111,15 @@ def gram(
             chunks = _chunks(params, samples, max_workspace_bytes)
             if len(chunks) > 1:
                 chunks = _chunks(params, samples, max_workspace_bytes // 2)  # two at a time
-            K: Tensor | None = None
+            K = params[0].new_empty(samples, samples, dtype=torch.float64, requires_grad=False)
             for i, chunk in enumerate(chunks):
                 left = rows(*chunk)
-                for other in chunks[: i + 1]:
-                    right = left if other is chunk else rows(*other)
-                    block = _products(left, right)
-                    if K is None:
-                        K = block.new_zeros(samples, samples)
+                K[slice(*chunk), slice(*chunk)] = _of_rows(params, left).run(_ops.per_sample_gram)
+                for other in chunks[:i]:
+                    block = _products(left, rows(*other))
                     K[slice(*chunk), slice(*other)] = block
                     K[slice(*other), slice(*chunk)] = block.T
-            assert K is not None  # there is a sample
-            return (K + K.T) / 2
+            return K
 
         K: Tensor = evaluate(
             "gram",
@@ -171,8 +172,8 @@ def jvp_dots(
 
         def from_rows(rows: Rows, samples: int) -> Tensor:
             chunks = _chunks(params, samples, max_workspace_bytes)
-            parts = [_products(rows(*chunk), [x.unsqueeze(0) for x in v]) for chunk in chunks]
-            return torch.cat(parts).squeeze(1).to(_dtype(params))
+            found = (_of_rows(params, rows(*chunk)) for chunk in chunks)
+            return torch.cat([calls.run(_ops.per_sample_products, vectors=v) for calls in found])
 
         result: Tensor = evaluate(
             "jvp_dots",
@@ -243,19 +244,18 @@ def clip_and_accumulate(
     with one_call:
         parameters = _trainable(model)
         params = list(parameters.values())
+        options = {"max_norm": max_norm, "max_workspace_bytes": max_workspace_bytes}
 
         def from_rows(rows: Rows, samples: int) -> tuple[list[Tensor], Tensor]:
             sums = [torch.zeros_like(p, dtype=_dtype([p]), requires_grad=False) for p in params]
-            norms = [params[0].new_zeros(0, requires_grad=False)]  # of an empty batch
+            norms = [sums[0].new_zeros(0, dtype=_dtype(params))]  # of an empty batch
             for chunk in _chunks(params, samples, max_workspace_bytes):
-                gradients = rows(*chunk)
-                norms.append(_norms(gradients))
-                factors = (max_norm / norms[-1]).clamp(max=1)
-                for total, gradient in zip(sums, gradients, strict=True):
-                    total += torch.tensordot(
-                        factors.to(total), gradient.to(total.dtype), dims=([0], [0])
-                    )
-            return sums, torch.cat(norms).to(_dtype(params))
+                calls = _of_rows(params, rows(*chunk))
+                of_chunk, found = calls.run(_ops.clipped_gradient_sums, **options)
+                norms.append(found)
+                for total, more in zip(sums, of_chunk, strict=True):
+                    total += more
+            return sums, torch.cat(norms)
 
         sums, norms = evaluate(
             "clip_and_accumulate",
@@ -264,11 +264,7 @@ def clip_and_accumulate(
             loss_fn,
             inputs,
             targets,
-            lambda calls: calls.run(
-                _ops.clipped_gradient_sums,
-                max_norm=max_norm,
-                max_workspace_bytes=max_workspace_bytes,
-            ),
+            lambda calls: calls.run(_ops.clipped_gradient_sums, **options),
             from_rows,
             least=0,
         )
@@ -347,20 +343,21 @@ def _chunks(params: list[Tensor], samples: int, max_bytes: int) -> list[tuple[in
     return [(first, min(first + size, samples)) for first in range(0, samples, size)]
 
 
+def _of_rows(params: list[Tensor], rows: list[Tensor]) -> LayerCalls:
+    """Explicit gradients of some samples, for the operators of the core."""
+    calls = LayerCalls(params)
+    for position, row in enumerate(rows):
+        calls.add_rows(position, row)
+    return calls
+
+
 def _flat(rows: Tensor) -> Tensor:
     """[samples, *shape] -> [samples, elements], also for the shape []."""
     return rows.unsqueeze(-1).flatten(1)
 
 
-def _norms(rows: list[Tensor]) -> Tensor:
-    squares = [
-        torch.linalg.vector_norm(_flat(r), dim=1, dtype=torch.float64).square() for r in rows
-    ]
-    return torch.stack(squares).sum(0).sqrt()
-
-
 def _products(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    """The inner products of two sets of gradients, [left, right], float64."""
+    """The inner products of the gradients of some samples with those of others, float64."""
     pairs = zip(left, right, strict=True)
     products = [_flat(a).double() @ _flat(b).double().T for a, b in pairs]
     return torch.stack(products).sum(0)
