@@ -48,8 +48,7 @@ def vmap_rows(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], dict[str, 
 
 
 def compiled_rows(model: nn.Module, x: Tensor, y: Tensor) -> Run:
-    rows = torch.compile(vmap_rows(model, x, y))
-    return lambda: rows()
+    return torch.compile(vmap_rows(model, x, y))
 
 
 def writes(model: nn.Module, x: Tensor, y: Tensor) -> Run:

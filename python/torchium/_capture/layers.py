@@ -333,11 +333,11 @@ def input_padding(module: nn.Module) -> tuple[list[int], str]:
     """The padding that the core does not add (other modes, more zeros behind), and its mode, for ``F.pad``."""
     if not isinstance(module, _ConvNd):
         return [], "constant"
-    if module.padding_mode == "zeros" and module.padding != "same":
+    if module.padding_mode != "zeros":
+        return convolution_padding(module), module.padding_mode
+    if module.padding != "same":
         return [], "constant"
     sides = convolution_padding(module)
-    if module.padding_mode != "zeros":
-        return sides, module.padding_mode
     pairs = zip(sides[::2], sides[1::2], strict=True)
     more = [zeros for before, behind in pairs for zeros in (0, behind - before)]
     return more if any(more) else [], "constant"

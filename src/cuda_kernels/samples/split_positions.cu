@@ -89,30 +89,29 @@ struct LargestAndSum {
   float sum = 0;
 };
 
-// Of the elements that this lane of a group of `lanes` has.
-__device__ LargestAndSum largest_and_sum(const float* x, int size, bool is_aligned, int lane,
-                                         int lanes) {
+// A group of lanes looks at one channel at a time, and adds up its elements.
+constexpr int kGroup = 8;
+constexpr int kChannelsOfWarp = 32 / kGroup * 4;  // of a sample
+
+// Of the elements that this lane of a group has.
+__device__ LargestAndSum largest_and_sum(const float* x, int size, bool is_aligned, int lane) {
   LargestAndSum result;
   if (is_aligned) {
 #pragma unroll 8
-    for (int i = 4 * lane; i < size; i += 4 * lanes) {
+    for (int i = 4 * lane; i < size; i += 4 * kGroup) {
       const float4 four = *reinterpret_cast<const float4*>(x + i);
       result.most = max(result.most, largest_of(four));
       result.sum += four.x + four.y + (four.z + four.w);
     }
   } else {
 #pragma unroll 8
-    for (int i = lane; i < size; i += lanes) {
+    for (int i = lane; i < size; i += kGroup) {
       result.most = max(result.most, magnitude_bits(x[i]));
       result.sum += x[i];
     }
   }
   return result;
 }
-
-// A group of 8 lanes looks at one channel at a time, and adds up its elements.
-constexpr int kGroup = 8;
-constexpr int kChannelsOfWarp = 32 / kGroup * 4;  // of a sample
 
 __host__ __device__ int warps_of_sample(const SplitPositions& p) {
   return (p.channels + kChannelsOfWarp - 1) / kChannelsOfWarp;
@@ -132,8 +131,7 @@ __device__ void find_largest_and_sum(const SplitPositions& p, int samples, int b
     const int channel = first + k;
     LargestAndSum x;
     if (channel < p.channels) {
-      x = largest_and_sum(images + int64_t{channel} * size, size, is_aligned(p), lane % kGroup,
-                          kGroup);
+      x = largest_and_sum(images + int64_t{channel} * size, size, is_aligned(p), lane % kGroup);
     }
 #pragma unroll
     for (int offset = kGroup / 2; offset > 0; offset /= 2) {

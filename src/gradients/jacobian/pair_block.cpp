@@ -423,7 +423,7 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   }
   const std::vector<int64_t> sizes{samples_, groups_, fan_out_, fan_in_};
   const at::Tensor rows = torchium::detail::empty_in_huge_pages(sizes, options_);
-  const auto pairs = vector_pairs();
+  const auto pairs = rows.is_cuda() ? vector_pairs() : std::nullopt;  // may be copies
   if (pairs && store_outer_rows(*pairs, w, rows)) {
     return rows.view(shape_of_rows());
   }
