@@ -143,7 +143,7 @@ def micro_batches_and_scaled_losses(ranks: int) -> None:
     scaler = GradScaler(device().type, init_scale=2.0**10, growth_interval=1)
     optimizer.grad_scaler = scaler
     for seed in range(3):
-        batches = batches_of("sequence", [2, 4, 2, 3][:ranks], seed)
+        batches = batches_of("sequence", [2, 4, 2, 6][:ranks], seed)
         optimizer.zero_grad()
         x, y = batches[own()]
         for half, target in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -196,7 +196,7 @@ def curvature_of_all_ranks(
 @case(2, 3)
 def curvatures_of_the_loss(ranks: int) -> None:
     for solver in ("gram", "cg"):
-        for fisher, draws in (("ggn", [1] * 3), ("mc", [1] * 3), ("mc", [1, 3, 2])):
+        for fisher, draws in (("ggn", [1] * 4), ("mc", [1] * 4), ("mc", [1, 3, 2, 1])):
             model, one, start = curvature_of_all_ranks(
                 "embedding", sizes_of(ranks), draws, fisher=fisher, **SOLVERS[solver]
             )
@@ -206,7 +206,7 @@ def curvatures_of_the_loss(ranks: int) -> None:
 @case(3)
 def kept_curvatures(ranks: int) -> None:
     model, one, start = curvature_of_all_ranks(
-        "mlp", sizes_of(ranks), [1, 2, 1], fisher="mc", update_freq=2
+        "mlp", sizes_of(ranks), [1, 2, 1, 3], fisher="mc", update_freq=2
     )
     assert_moved_alike(model, one, start, 1e-9)
 
