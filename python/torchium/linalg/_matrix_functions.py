@@ -116,7 +116,7 @@ def matrix_inverse_root(
         root: any positive integer.
         eps: damping, finite and not negative.
         relative_eps: damping in units of ``s``, finite and not negative.
-        method: ``"eigh"``, LAPACK or cuSOLVER; ``"newton"``, the minimax coupled iteration, which
+        method: ``"eigh"``, eigenvalues and eigenvectors; ``"newton"``, the minimax coupled iteration, which
             uses only matrix products and is more accurate than ``eigh`` if the damping is above its
             floor; or ``"auto"``, the faster of the two. Roots above 256 always use ``eigh``. If the
             iteration fails, because of negative eigenvalues, ``iterations`` is 0. A CPU then uses

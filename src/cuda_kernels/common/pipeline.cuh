@@ -56,6 +56,21 @@ __device__ inline void arrive_at(uint32_t barrier, uint32_t rank) {
       : "memory");
 }
 
+// Stores in block `rank` of the cluster, at the address that is `target` in this one; the same
+// barrier there counts the bytes.
+__device__ inline void store_at(uint32_t target, const float4& x, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %6;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %5, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%1, %2, %3, %4},"
+      " [remote_barrier];\n"
+      "}\n" ::"r"(target),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 // Waits for the end of the phase with this parity; the phase before the first has parity 1.
 __device__ inline void wait_for(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/krylov/block_orthogonalise.h"
 
 #include <algorithm>
@@ -17,28 +18,6 @@ constexpr int kColumns = 64;        // of subtract_kernel, per thread block
 constexpr int kGroups = kThreads / kColumns;
 constexpr int kCoefficientRows = 32;
 constexpr int kRecombineThreads = 128;
-
-// The sums over the warp of the first `count` of V values: lane l returns that of value
-// l / (32 / count). In each step a lane keeps one half of its values and passes the other half on.
-template <int count, int offset = 16, int V>
-__device__ __forceinline__ double warp_sums(double (&values)[V], int lane) {
-  if constexpr (count > 1) {
-    const bool keeps_upper = (lane & offset) != 0;
-#pragma unroll
-    for (int i = 0; i < count / 2; ++i) {
-      const double passed = keeps_upper ? values[i] : values[i + count / 2];
-      const double kept = keeps_upper ? values[i + count / 2] : values[i];
-      values[i] = kept + __shfl_xor_sync(0xffffffffu, passed, offset);
-    }
-  } else {
-    values[0] += __shfl_xor_sync(0xffffffffu, values[0], offset);
-  }
-  if constexpr (offset > 1) {
-    return warp_sums<(count > 1 ? count / 2 : 1), offset / 2>(values, lane);
-  } else {
-    return values[0];
-  }
-}
 
 // partial[s, i, k] = sum of rows[i, c] block[k, c] over the columns c of segment s.
 template <int K>

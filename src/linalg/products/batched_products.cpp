@@ -36,9 +36,10 @@ cublasComputeType_t compute_type(MatmulPrecision precision) {
   return precision == MatmulPrecision::kHigh ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
-// Of `count` products [m, k] by [k, n] in float32.
-torchium::detail::KernelWork announced(int64_t count, int64_t m, int64_t n, int64_t k) {
-  return {2 * count * m * n * k, 4 * count * (m * k + k * n + m * n)};
+// Of `count` products [m, k] by [k, n].
+torchium::detail::KernelWork announced(int64_t count, int64_t m, int64_t n, int64_t k,
+                                       int64_t element_bytes = sizeof(float)) {
+  return {2 * count * m * n * k, element_bytes * count * (m * k + k * n + m * n)};
 }
 
 int as_int(int64_t size) { return static_cast<int>(size); }
@@ -94,9 +95,14 @@ void multiply_batches_out(at::Tensor& out, const at::Tensor& A, const at::Tensor
 }
 
 void multiply_strided_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
-                          MatmulPrecision precision) {
+                          MatmulPrecision precision, ProductScale scale) {
   const at::NoTF32Guard as_asked;
-  const float one = 1, zero = 0;
+  const bool is_double = out.scalar_type() == at::kDouble;
+  const float alpha = static_cast<float>(scale.alpha), beta = static_cast<float>(scale.beta);
+  const auto scalar = [&](const double& exact, const float& rounded) -> const void* {
+    return is_double ? static_cast<const void*>(&exact) : &rounded;
+  };
+  const cudaDataType type = is_double ? CUDA_R_64F : CUDA_R_32F;
   const auto has_rows = [](const at::Tensor& x) {
     return x.stride(2) == 1 && (x.size(1) == 1 || x.stride(1) >= x.size(2));
   };
@@ -108,14 +114,15 @@ void multiply_strided_out(at::Tensor& out, const at::Tensor& A, const at::Tensor
     return has_rows(x) ? as_int(x.size(1) == 1 ? x.size(2) : x.stride(1))
                        : as_int(x.size(2) == 1 ? x.size(1) : x.stride(2));
   };
-  const auto work = announced(out.size(0), out.size(1), out.size(2), A.size(2));
+  const auto work = announced(out.size(0), out.size(1), out.size(2), A.size(2), out.element_size());
   // cuBLAS sees the transpose of each matrix: C^T = B^T A^T.
   TORCH_CUDABLAS_CHECK(cublasGemmStridedBatchedEx(
       at::cuda::getCurrentCUDABlasHandle(), operation(B), operation(A), as_int(out.size(2)),
-      as_int(out.size(1)), as_int(A.size(2)), &one, B.const_data_ptr(), CUDA_R_32F, leading(B),
-      B.stride(0), A.const_data_ptr(), CUDA_R_32F, leading(A), A.stride(0), &zero,
-      out.mutable_data_ptr(), CUDA_R_32F, leading(out), out.stride(0), as_int(out.size(0)),
-      compute_type(precision), CUBLAS_GEMM_DEFAULT));
+      as_int(out.size(1)), as_int(A.size(2)), scalar(scale.alpha, alpha), B.const_data_ptr(), type,
+      leading(B), B.stride(0), A.const_data_ptr(), type, leading(A), A.stride(0),
+      scalar(scale.beta, beta), out.mutable_data_ptr(), type, leading(out), out.stride(0),
+      as_int(out.size(0)), is_double ? CUBLAS_COMPUTE_64F : compute_type(precision),
+      CUBLAS_GEMM_DEFAULT));
 }
 
 void multiply_at_addresses(float* const* C, const MatrixAddresses& A, const MatrixAddresses& B,

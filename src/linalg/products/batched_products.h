@@ -1,4 +1,4 @@
-// Batched products of float32 matrices on a GPU by cuBLAS, in the given precision. CUDA builds
+// Batched products of matrices on a GPU by cuBLAS, float32 in the given precision. CUDA builds
 // only, except matmul_precision. For split fp16 products see
 // cuda_kernels/split_gemm/batched_product.h.
 #pragma once
@@ -31,9 +31,15 @@ TORCHIUM_API void gram_update_(at::Tensor& C, const at::Tensor& X, bool transpos
 void multiply_batches_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
                           MatmulPrecision precision);
 
-// As above, for matrices of which each has contiguous rows or columns; those of out are rows.
+// out <- alpha A B + beta out
+struct ProductScale {
+  double alpha = 1, beta = 0;
+};
+
+// The same for matrices of which each has contiguous rows or columns; those of out are rows. Also
+// in float64, where `precision` means nothing.
 void multiply_strided_out(at::Tensor& out, const at::Tensor& A, const at::Tensor& B,
-                          MatmulPrecision precision);
+                          MatmulPrecision precision, ProductScale scale = {});
 
 // Float32 matrices of one shape anywhere on a device, given by an array of addresses on the device.
 struct MatrixAddresses {

@@ -3,6 +3,7 @@
 #include "linalg/common/precision.h"
 #include "linalg/spectral/batched_syev.h"
 #include "linalg/spectral/checked_eigh.h"
+#include "linalg/spectral/divide_and_conquer.h"
 #include "linalg/spectral/serial_lapack.h"
 
 #include <ATen/ATen.h>
@@ -33,6 +34,9 @@ bool one_matrix_per_thread(int64_t matrices, int64_t n) {
 Eigensystem symmetric_eigensystem(const at::Tensor& S) {
   const int64_t matrices = S.size(0);
   const int64_t n = S.size(-1);
+  if (has_divide_and_conquer(S)) {
+    return divide_and_conquer(S);
+  }
   // LAPACK's layout, so that linalg_eigh_out writes in place.
   Eigensystem out{at::empty({matrices, n}, S.options()),
                   at::empty({matrices, n, n}, S.options()).mT()};
