@@ -1,12 +1,15 @@
 #include "linalg/decompositions/polar_iteration.h"
 
 #include "linalg/common/operand_checks.h"
+#include "linalg/products/batched_products.h"
 #include "linalg/roots/minimax.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #ifdef TORCHIUM_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -36,26 +39,47 @@ at::Tensor frobenius_norms(const at::Tensor& X) {
   return at::where(norms > 0, norms, at::ones_like(norms));
 }
 
+// out <- alpha A B + beta out. By cuBLAS itself on a device: these are up to 84 products, and
+// torch's operators take longer to launch each than the device to compute it.
+void multiply(at::Tensor& out, const at::Tensor& A, const at::Tensor& B, ProductScale scale = {}) {
+#ifdef TORCHIUM_WITH_CUDA
+  if (out.is_cuda()) {
+    multiply_strided_out(out, A, B, MatmulPrecision::kHighest, scale);
+    return;
+  }
+#endif
+  out.baddbmm_(A, B, scale.beta, scale.alpha);
+}
+
 }  // namespace
 
 at::Tensor polar_iteration(const at::Tensor& X, double rcond) {
+  const c10::DeviceGuard device_guard(X.device());
   constexpr double kRoundoff = std::numeric_limits<double>::epsilon() / 2;
   // |(Y^T Y)^2|_F^(1/4) is between the largest singular value of Y and n^(1/8) times that.
   const double lower = rcond * std::pow(static_cast<double>(X.size(-1)), -0.125);
   const auto steps = minimax_schedule(/*root=*/2, lower * lower, kRoundoff);
 
-  at::Tensor Y = X / frobenius_norms(X);
+  at::Tensor Y = (X / frobenius_norms(X)).contiguous();
   at::Tensor G = at::bmm(Y.mT(), Y);
   at::Tensor S = at::bmm(G, G);
   const at::Tensor bound = frobenius_norms(S).pow(0.25);
   Y = Y / bound;
   G = G / bound.pow(2);
   S = S / bound.pow(4);
+  at::Tensor W = at::empty_like(G), Y_of_step = at::empty_like(Y);
   for (size_t k = 0; k < steps->size(); ++k) {
     const auto [a, b, c] = (*steps)[k];
-    if (k > 0) G = at::bmm(Y.mT(), Y);
-    const at::Tensor W = k > 0 ? at::baddbmm(G, G, G, /*beta=*/b, /*alpha=*/c) : b * G + c * S;
-    Y = at::baddbmm(Y, Y, W, /*beta=*/a);
+    if (k > 0) {
+      multiply(G, Y.mT(), Y);
+      W.copy_(G);
+      multiply(W, G, G, {.alpha = c, .beta = b});
+    } else {
+      at::add_out(W, b * G, S, c);
+    }
+    Y_of_step.copy_(Y);
+    multiply(Y_of_step, Y, W, {.alpha = 1, .beta = a});
+    std::swap(Y, Y_of_step);
   }
   return Y;
 }
