@@ -25,7 +25,6 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <map>
-#include <memory>
 #include <type_traits>
 #endif
 
@@ -45,7 +44,7 @@ bool alike_and_contiguous(const at::Tensor& x, const at::Tensor& like) {
 }
 
 bool has_kernel(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
-  return c.is_cuda() && alike_and_contiguous(c, c) && alike_and_contiguous(a, c) &&
+  return c.is_cuda() && c.is_contiguous() && !c.is_neg() && alike_and_contiguous(a, c) &&
          alike_and_contiguous(b, c);
 }
 
@@ -89,6 +88,8 @@ class EntryTable {
     const int64_t tiles = (c.numel() + cuda_kernels::kMulAddTile - 1) / cuda_kernels::kMulAddTile;
     table_.end_tile += static_cast<int>(tiles);
   }
+
+  c10::Device device() const { return device_; }
 
   void launch() {
     if (table_.count == 0) return;
@@ -201,7 +202,8 @@ void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
                    {{name_of("a", i).c_str(), a[i]}, {name_of("b", i).c_str(), b[i]}});
     }
   }
-  std::sort(targets.begin(), targets.end());
+  // Allocated one after another, they mostly are in order already.
+  if (!std::is_sorted(targets.begin(), targets.end())) std::sort(targets.begin(), targets.end());
   TORCH_CHECK_VALUE(std::adjacent_find(targets.begin(), targets.end()) == targets.end(), kListName,
                     ": an entry is in c twice; call the function once for each.");
 }
@@ -246,15 +248,17 @@ void fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tenso
 void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
   check_lists(a, b, c);
 #ifdef TORCHIUM_WITH_CUDA
-  std::map<c10::DeviceIndex, std::unique_ptr<EntryTable>> tables;
+  std::map<c10::DeviceIndex, EntryTable> tables;
+  EntryTable* table = nullptr;  // of the entry before
 #endif
   for (size_t i = 0; i < c.size(); ++i) {
-    at::Tensor target = c[i];
+    const at::Tensor& target = c[i];
     if (target.sym_numel() == 0) continue;
 #ifdef TORCHIUM_WITH_CUDA
     if (has_kernel(a[i], b[i], target)) {
-      auto& table = tables[target.device().index()];
-      if (table == nullptr) table = std::make_unique<EntryTable>(target.device());
+      if (table == nullptr || table->device() != target.device()) {
+        table = &tables.try_emplace(target.device().index(), target.device()).first->second;
+      }
       table->add(a[i], b[i], target);
       continue;
     }
@@ -262,7 +266,7 @@ void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
     target.addcmul_(a[i], b[i]);
   }
 #ifdef TORCHIUM_WITH_CUDA
-  for (const auto& [index, table] : tables) table->launch();
+  for (auto& [index, each] : tables) each.launch();
 #endif
 }
 
