@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 import torch
 from matrices.chunked_products import measure_products
-from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
+from matrices.decompositions import measure_eigenproblems, measure_singular_values
+from shared.common import (
+    Report,
+    interleaved,
+    median_ratio,
+    parse_arguments,
+    result_file,
+    waits,
+)
 from torch import Tensor
 from torchium.linalg import (
     fused_mul_add_,
@@ -24,10 +32,8 @@ from torchium.linalg import (
     logdet,
     matrix_inverse_root,
     matrix_power,
-    orthogonalize,
     spd_inverse,
     spd_solve,
-    svd,
     xdiag,
 )
 
@@ -48,16 +54,6 @@ def matrix(n: int, device: str) -> Tensor:
     A = bulk @ bulk.T + tail @ tail.T
     A.diagonal().add_(0.01)
     return A
-
-
-def waits(device: str, function: Callable[[], object]) -> Callable[[], object]:
-    def call() -> object:
-        result = function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return result
-
-    return call
 
 
 def eigensolvers(A: Tensor, passes: int) -> dict[str, Callable[[], object]]:
@@ -219,45 +215,6 @@ def measure_inverses(report: Report, device: str, rounds: int, n: int, count: in
     )
 
 
-def decomposition_errors(A: Tensor, U: Tensor, S: Tensor, Vh: Tensor) -> list[float]:
-    """Of S, and of U S V^T, in units of the largest singular value; of U^T U and V^T V."""
-    A, U, S, Vh = (x.double() for x in (A, U, S, Vh))
-    exact = torch.linalg.svdvals(A)
-    largest = exact[:, :1]
-    identity = torch.eye(S.shape[-1], dtype=A.dtype, device=A.device)
-    rest = torch.linalg.matrix_norm((U * S.unsqueeze(-2)) @ Vh - A, 2)
-    errors = [(S - exact).abs() / largest, rest / largest[:, 0]]
-    errors += [U.mT @ U - identity, Vh @ Vh.mT - identity]
-    return [float(error.abs().max()) for error in errors]
-
-
-def measure_singular_values(report: Report, device: str, rounds: int, n: int, count: int) -> None:
-    A = torch.randn(count, n, n, generator=torch.Generator().manual_seed(0)).to(device)
-    functions: dict[str, Callable[[], object]] = {
-        "torchium svd": lambda: svd(A),
-        "torch.linalg.svd": lambda: torch.linalg.svd(A),
-        "torchium orthogonalize": lambda: orthogonalize(A),
-        "torchium orthogonalize, rcond=0.01": lambda: orthogonalize(A, rcond=0.01),
-    }
-    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
-    ours, peer, factor, _ = functions
-    found = {ours: svd(A), peer: torch.linalg.svd(A)}
-    rows: list[list[object]] = []
-    for name in functions:
-        errors = ["-"] * 4
-        if name in found:
-            errors = [f"{error:.1e}" for error in decomposition_errors(A, *found[name])]
-        rows.append([name, 1e3 * statistics.median(seconds[name]), *errors])
-    report.table(
-        f"Singular values, {count} of n = {n}, float32",
-        ["", "ms", "error of S", "of U S V^T", "of U^T U", "of V^T V"],
-        rows,
-    )
-    for name in (ours, factor) if A.is_cuda else ():  # elsewhere by torch.linalg.svd
-        ratio = median_ratio(seconds[name], seconds[peer])
-        report.check(f"{name} / {peer}, {count} of n = {n}", ratio, 0.2)
-
-
 def measure_kronecker(report: Report, device: str, rounds: int, order: int, count: int) -> None:
     """Lists of pairs of many shapes, and a system with and without damping."""
     orders = [order // 2 + (7 * i) % (order // 2) for i in range(count)]
@@ -320,6 +277,9 @@ def main() -> int:
     several = [(512, 1), (512, 32), (1024, 1), (1024, 8)]
     for shape in several if on_gpu and not arguments.tiny else [size]:
         measure_singular_values(report, arguments.device, min(arguments.rounds, 5), *shape)
+    eigenproblems = [(512, 1), (512, 32), (1024, 1), (1024, 8), (1025, 1), (128, 256)]
+    for shape in eigenproblems if on_gpu and not arguments.tiny else [size]:
+        measure_eigenproblems(report, arguments.device, min(arguments.rounds, 5), *shape)
     measure_products(report, arguments.device, arguments.rounds, arguments.tiny)
     device = torch.device(arguments.device).type
     missed = report.finish(result_file(f"linalg_{device}", arguments))

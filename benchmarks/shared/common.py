@@ -25,6 +25,18 @@ ROOT = Path(__file__).resolve().parents[2]
 clock: Callable[[], float] = time.perf_counter
 
 
+def waits(device: str, function: Callable[[], object]) -> Callable[[], object]:
+    """The function, and the end of its work on the device."""
+
+    def call() -> object:
+        result = function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    return call
+
+
 def interleaved(
     functions: dict[str, Callable[[], object]],
     rounds: int,
