@@ -32,6 +32,16 @@ void use_positions_of(const optim::detail::JointPlan& plan, const CaptureState& 
   }
 }
 
+// Hooks of saved tensors are functions of Python, which may raise.
+void save_input(PendingCall& call, const at::Tensor& input) {
+  if (input.is_inference()) {  // autograd saves none
+    call.layer.input = input;
+  } else {
+    call.saved_input =
+        std::make_shared<autograd::SavedVariable>(input.detach(), /*is_output=*/false);
+  }
+}
+
 }  // namespace
 
 // Records that a backward pass goes through a module that has mixed samples.
@@ -126,20 +136,44 @@ void ModuleCapture::begin_products(const std::vector<int64_t>& numbers, int64_t 
   gradients::detail::watch_products(
       this, std::move(weights),
       [=, inner = samples](const at::Tensor& output, const at::Tensor& input,
-                           size_t index) mutable {
+                           size_t index) mutable -> std::function<void()> {
         inner = input.dim() == 3 ? input.size(1) : inner;  // after other hooks
         const int64_t number = numbers[index];
-        if (output.requires_grad() && inner > 0) {
-          self->add(output, input, number,
-                    std::find(received.begin(), received.end(), number) != received.end(), inner);
+        auto call = output.requires_grad() && inner > 0
+                        ? self->pending_call(output, input, number, inner)
+                        : nullptr;
+        if (call == nullptr) {
+          return nullptr;
         }
+        const bool is_received =
+            std::find(received.begin(), received.end(), number) != received.end();
+        self->state_->add(call, output, is_received);
+        if (!is_received) {
+          return nullptr;
+        }
+        return [call, input] { save_input(*call, input); };
       });
 }
 
-void ModuleCapture::end_products() { gradients::detail::end_watching_products(this); }
+void ModuleCapture::end_products(bool has_returned) {
+  gradients::detail::end_watching_products(this, /*finishes=*/has_returned);
+}
 
 void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input, int64_t number,
                         bool is_received, int64_t inner_samples) {
+  const auto call = pending_call(output, input, number, inner_samples);
+  if (call == nullptr) {
+    return;
+  }
+  if (is_received) {
+    save_input(*call, input);
+  }
+  state_->add(call, output, is_received);
+}
+
+std::shared_ptr<PendingCall> ModuleCapture::pending_call(const at::Tensor& output,
+                                                         const at::Tensor& input, int64_t number,
+                                                         int64_t inner_samples) {
   auto call = std::make_shared<PendingCall>();
   call->inner_samples = inner_samples;
   call->capture = state_;
@@ -155,20 +189,14 @@ void ModuleCapture::add(const at::Tensor& output, const at::Tensor& input, int64
     call->layer.bias = state_->trainable_position(call->module->bias);
   }
   if (call->layer.weight < 0 && call->layer.bias < 0) {
-    return;
+    return nullptr;
   }
   const ModuleLayer& layer = *call->module;
   call->edges =
       gradients::detail::edges_of(call, input, call->layer.weight < 0 ? at::Tensor() : layer.weight,
                                   call->layer.bias < 0 ? at::Tensor() : layer.bias);
   call->output_sizes = output.sizes().vec();
-  if (is_received && input.is_inference()) {  // autograd saves none
-    call->layer.input = input;
-  } else if (is_received) {
-    call->saved_input =
-        std::make_shared<autograd::SavedVariable>(input.detach(), /*is_output=*/false);
-  }
-  state_->add(call, output, is_received);
+  return call;
 }
 
 void ModuleCapture::enter_pass() {

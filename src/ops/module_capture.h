@@ -43,12 +43,12 @@ class ModuleCapture : public torch::CustomClassHolder {
   void add(const at::Tensor& output, const at::Tensor& input, int64_t number, bool is_received,
            int64_t inner_samples);
   // Adds the calls of layers on this thread that are products within another module, until
-  // end_products(): attention. Their inputs are [positions, samples, width], perhaps flattened,
-  // with `samples` (0: not known) before an input with three dimensions shows them. received: those
-  // of the layers whose calls are received.
+  // end_products(), which saves their inputs if that module has returned: attention. The inputs are
+  // [positions, samples, width], perhaps flattened, with `samples` (0: not known) before an input
+  // with three dimensions shows them. received: those of the layers whose calls are received.
   void begin_products(const std::vector<int64_t>& numbers, int64_t samples,
                       const std::vector<int64_t>& received);
-  void end_products();
+  void end_products(bool has_returned);
   // A forward pass runs within a backward pass, perhaps without gradients.
   void enter_pass();
   // `output` comes from a module, with the caller's number, that has mixed samples.
@@ -76,6 +76,12 @@ class ModuleCapture : public torch::CustomClassHolder {
   bool is_mixed();
 
  private:
+  // A call that no hook knows yet; null: no parameter of the layer is trained.
+  std::shared_ptr<gradients::detail::PendingCall> pending_call(const at::Tensor& output,
+                                                               const at::Tensor& input,
+                                                               int64_t number,
+                                                               int64_t inner_samples);
+
   struct KeptCall {
     int64_t number;
     gradients::detail::LayerCall layer;

@@ -293,7 +293,8 @@ class Capture:
     ) -> None:
         running = self._running_attention()
         while any(module is other for other, _ in running):
-            self._end_attention()  # no hook has seen an interrupt of its last call
+            # No hook has seen an interrupt of its last call.
+            self._end_attention(has_returned=False)
         running.append((module, False))
         if self._is_idle or not torch.is_grad_enabled() or _is_transformed():
             return
@@ -311,12 +312,12 @@ class Capture:
     ) -> None:
         running = self._running_attention()
         if running and running[-1][0] is module:  # else a hook before ours has raised
-            self._end_attention()
+            self._end_attention(has_returned=output is not None)
         self._after_own_forward(module, args, kwargs, output)
 
-    def _end_attention(self) -> None:
+    def _end_attention(self, *, has_returned: bool) -> None:
         if self._running_attention().pop()[1]:
-            self.core.end_products()
+            self.core.end_products(has_returned)
 
     def _running_attention(self) -> list[tuple[nn.Module, bool]]:
         running: list[tuple[nn.Module, bool]] = self._running.__dict__.setdefault("calls", [])

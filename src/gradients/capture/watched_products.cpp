@@ -18,6 +18,7 @@ struct Watch {
   const void* owner;
   std::vector<at::Tensor> weights;
   SeeProduct see;
+  std::vector<std::function<void()>> rest;
   std::exception_ptr error;
 };
 
@@ -73,7 +74,9 @@ void end_product(const at::RecordFunction& function, at::ObserverContext* contex
   const auto& product = static_cast<const Product&>(*context);
   for (const auto& [watch, index] : product.matches) {
     try {
-      watch->see(outputs.front().toTensor(), product.input, index);
+      if (auto rest = watch->see(outputs.front().toTensor(), product.input, index)) {
+        watch->rest.push_back(std::move(rest));
+      }
     } catch (...) {  // an exception would be lost here
       watch->error = std::current_exception();
     }
@@ -90,10 +93,10 @@ void watch_products(const void* owner, std::vector<at::Tensor> weights, SeeProdu
                                               .scopes({at::RecordScope::FUNCTION}));
   }
   watches.push_back(
-      std::make_shared<Watch>(Watch{owner, std::move(weights), std::move(see), nullptr}));
+      std::make_shared<Watch>(Watch{owner, std::move(weights), std::move(see), {}, nullptr}));
 }
 
-void end_watching_products(const void* owner) {
+void end_watching_products(const void* owner, bool finishes) {
   const auto last = std::find_if(watches.rbegin(), watches.rend(),
                                  [&](const auto& watch) { return watch->owner == owner; });
   TORCH_INTERNAL_ASSERT(last != watches.rend());
@@ -104,6 +107,11 @@ void end_watching_products(const void* owner) {
   }
   if (watch->error != nullptr) {
     std::rethrow_exception(watch->error);
+  }
+  if (finishes) {
+    for (const auto& finish : watch->rest) {
+      finish();
+    }
   }
 }
 

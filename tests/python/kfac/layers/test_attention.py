@@ -374,6 +374,21 @@ def test_recomputed_attention_is_recorded_once() -> None:
     assert_trains_as(other, model, OPTIMIZERS["kfac"], tolerance=1e-12)
 
 
+@pytest.mark.parametrize("name", ["kfac", "natural_gradient"])
+def test_recomputed_attention_alone(name: str) -> None:
+    """The recomputation stops at the last tensor that the forward pass has saved."""
+
+    class Checkpointed(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = torch.utils.checkpoint.checkpoint(self.attention, x, x, x, use_reentrant=False)
+            return self.head(y.mean(1))
+
+    model = Attention(batch_first=True).double()
+    other = Checkpointed(batch_first=True).double()
+    other.load_state_dict(model.state_dict())
+    assert_trains_as(other, model, OPTIMIZERS[name], tolerance=1e-12)
+
+
 def test_hooks_of_a_copied_model_remove_themselves() -> None:
     model = Attention(batch_first=True).double()
     optimizer = OPTIMIZERS["kfac"](model)
