@@ -40,6 +40,7 @@ from .hooks import (
 from .layers import (
     LayerCall,
     LayerKind,
+    is_compiled_by_jit,
     layer_input,
     may_mix_samples,
     mixes_samples,
@@ -220,7 +221,7 @@ class Capture:
                     if child in self.modules:  # else it may get other parameters later
                         self._scanned.add(module)
             # Its own hook runs next, unless it was registered during this call.
-            if module in self.modules:
+            if module in self.modules and not is_compiled_by_jit(module):
                 self._seen.module = module
                 self._after_forward(self._any_hook, module, args, kwargs, output)
 
@@ -353,7 +354,7 @@ class Capture:
 
     def _may_be_recorded(self, module: nn.Module) -> bool:
         """Whether a module of this class is ever recorded; else it gets no hook."""
-        return True
+        return not is_compiled_by_jit(module)
 
     def _is_needed(self, module: nn.Module) -> bool:
         """Whether the next step needs calls of this layer."""

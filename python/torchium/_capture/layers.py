@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -138,11 +139,18 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
     return None if formula is None else _NORM_FORMULAS[formula.name]
 
 
+def is_compiled_by_jit(module: nn.Module) -> bool:
+    """Whether the module comes from ``torch.jit``: its layers run no hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def layer_params(module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
     """The weight and the bias of a layer."""
     own = module._parameters
     if isinstance(module, nn.MultiheadAttention):
         return own.get("in_proj_weight"), own.get("in_proj_bias")
+    if is_compiled_by_jit(module):
+        return None, None
     return own.get("weight"), own.get("bias")
 
 
@@ -179,6 +187,8 @@ def has_transposed_weight(module: nn.Module) -> bool:
 
 def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = SAMPLE_KINDS) -> str | None:
     """Why the parameters of the module have no per-sample gradients; None: they have."""
+    if is_compiled_by_jit(module):
+        return "is compiled by torch.jit and runs no hooks"
     kind = layer_kind(module)
     if isinstance(module, nn.MultiheadAttention) and not module._qkv_same_embed_dim:
         return "has kdim or vdim"

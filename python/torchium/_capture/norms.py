@@ -43,6 +43,8 @@ def norm_eps(module: nn.Module) -> float | None:
 def may_be_norm(module: nn.Module) -> bool:
     """Whether the module is named like a norm and has what one has."""
     own = module.__dict__
+    if "_parameters" not in own:  # compiled by torch.jit
+        return False
     params = {name: p for name, p in own["_parameters"].items() if p is not None}
     weight = params.get("weight")
     return (

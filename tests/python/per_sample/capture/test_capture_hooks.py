@@ -504,6 +504,31 @@ def test_scripting_names_the_remedy(make):
     torch.jit.script(model)
 
 
+COMPILED = {
+    "scripted": lambda model: torch.jit.script(model),
+    "traced": lambda model: torch.jit.trace(model, batch()[0]),
+    "part": lambda model: nn.Sequential(torch.jit.script(model[0]), *model[1:]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:KFAC preconditions")
+@pytest.mark.parametrize("compile", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize("params", [lambda model: model, lambda model: model.parameters()])
+def test_layers_that_jit_has_compiled_are_no_layers(compile, params):
+    model = compile(mlp())
+    optimizer = OPTIMIZERS["kfac"](params(model))
+    before = values(model)
+    step(model, optimizer)
+    assert not any(map(torch.equal, values(model), before))
+    assert len(optimizer.report()["fallback"]) == (2 if type(model) is nn.Sequential else 4)
+    with pytest.raises(ValueError, match=r"layer '0' .* is compiled by torch\.jit"):
+        step(model, OPTIMIZERS["natural_gradient"](params(model)))
+    compiled = pytest.raises(ValueError, match=r"model\.0 .* is compiled by torch\.jit")
+    with compiled, torchium.per_sample(model):
+        model(batch()[0])
+
+
 def test_inputs_by_keyword():
     layer, x = nn.ConvTranspose1d(2, 3, 2), torch.randn(4, 2, 5)
     rows = []
