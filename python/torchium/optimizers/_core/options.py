@@ -47,8 +47,13 @@ class OptionList:
         return {name: arguments[name] for name in self._fields}
 
     def values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Checked options in the form that the core takes."""
-        return tuple(chain.from_iterable((name, options[name]) for name in self.names))
+        """The options in the form that the core takes.
+
+        Plain Python also of a checked group, where 0 may have taken the place of 0.0, which equals it.
+        """
+        return tuple(
+            chain.from_iterable((name, self._plain(name, options[name])) for name in self.names)
+        )
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """All but ``lr`` as plain Python; raises ValueError for one that is wrong."""

@@ -365,6 +365,30 @@ OPTIONS_IN_MID_RUN: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@all_cases
+def test_integers_take_the_place_of_equal_floats(make):
+    """0 equals 0.0, so a step keeps it in the group; the next plan and checkpoints take it too."""
+    model = mlp()
+    expected = copy.deepcopy(model)
+    optimizer, other = make(model.parameters()), make(expected.parameters())
+    for each, optimizer_of_it in ((model, optimizer), (expected, other)):
+        run(each, optimizer_of_it)
+        if each is model:
+            for name, value in optimizer.param_groups[0].items():
+                if isinstance(value, float) and value.is_integer():
+                    optimizer.param_groups[0][name] = int(value)
+        run(each, optimizer_of_it, 4, 1)
+        added = nn.Linear(3, 3)
+        nn.init.eye_(added.weight)
+        nn.init.zeros_(added.bias)
+        optimizer_of_it.add_param_group({"params": added.parameters()})
+        each.append(added)
+        run(each, optimizer_of_it, 5, 2)
+        optimizer_of_it.load_state_dict(optimizer_of_it.state_dict())
+        run(each, optimizer_of_it, 7, 2)
+    assert_same(values(model), values(expected))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [(n, o) for n, all_of in OPTIONS_IN_MID_RUN.items() for o in all_of],
