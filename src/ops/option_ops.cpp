@@ -59,9 +59,10 @@ Options with_values(Options options, const c10::IValue& values) {
   return options;
 }
 
-// Names, types and requirements of the options; names of those that may be functions of the step.
-std::tuple<Strings, Strings, Strings, Strings> option_fields(std::string optimizer) {
-  Strings names, kinds, requirements, scheduled;
+// Names, types and requirements of the options; names of those that may be functions of the step,
+// and of those that are the same in all groups.
+std::tuple<Strings, Strings, Strings, Strings, Strings> option_fields(std::string optimizer) {
+  Strings names, kinds, requirements, scheduled, shared;
   with_defaults(optimizer, [&](const auto& options) {
     for_each_option(options, [&](const auto& option) {
       names.emplace_back(option.name);
@@ -70,9 +71,13 @@ std::tuple<Strings, Strings, Strings, Strings> option_fields(std::string optimiz
       if ((option.traits & optim::detail::kScheduled) != 0) {
         scheduled.emplace_back(option.name);
       }
+      if ((option.traits & optim::detail::kSameInAllGroups) != 0) {
+        shared.emplace_back(option.name);
+      }
     });
   });
-  return {std::move(names), std::move(kinds), std::move(requirements), std::move(scheduled)};
+  return {std::move(names), std::move(kinds), std::move(requirements), std::move(scheduled),
+          std::move(shared)};
 }
 
 // Defaults, as a tuple of alternating names and values.

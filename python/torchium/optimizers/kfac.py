@@ -80,8 +80,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
 
     ``damping``, ``TCov``, ``TInv``, ``stat_decay`` and ``kl_clip`` may be functions of the step number,
     also for a single group, and also set later in ``param_groups``. The number is 1 for the first step: 1 +
-    the steps that a parameter of the group has taken at most, so that skipped steps do not count. The
-    factors are due at step :math:`t` if :math:`t - 1` is divisible by the value of ``TCov`` at :math:`t`; the
+    the steps that a parameter of the group (for ``kl_clip``: of any group) has taken at most, so that skipped
+    steps do not count. The factors are due at step :math:`t` if :math:`t - 1` is divisible by the value of ``TCov`` at :math:`t`; the
     same holds for ``TInv``. ``param_groups`` has the value in effect under the name of the option, and the
     function under ``"schedules"``, where it may be replaced or deleted. A number that is set by hand lasts
     until the next step. Functions are called before the first forward pass of a step that may be captured,

@@ -244,18 +244,33 @@ void check_options(const Options& options) {
   check_combination(options);
 }
 
-// Throws c10::ValueError if an option that must be the same in all groups differs.
+// Whether the option is a function of the step.
+template <typename Options>
+bool has_function(const Options& options, const char* name) {
+  if constexpr (requires { options.schedules(); }) {
+    return options.schedules().count(name) != 0;
+  }
+  return false;
+}
+
+// Throws c10::ValueError if an option that must be the same in all groups differs. Without
+// compares_functions those that are functions of the step in both groups do not count.
 template <typename Options>
 void check_same_in_all(const char* optimizer,
-                       const std::vector<const torch::optim::OptimizerOptions*>& groups) {
+                       const std::vector<const torch::optim::OptimizerOptions*>& groups,
+                       bool compares_functions = true) {
   for (size_t group = 1; group < groups.size(); ++group) {
-    for_each_option(static_cast<const Options&>(*groups[0]),
-                    static_cast<const Options&>(*groups[group]), [&](const auto& a, const auto& b) {
-                      TORCH_CHECK_VALUE((a.traits & kSameInAllGroups) == 0 || a.value == b.value,
-                                        a.name, " must be the same in all parameter groups of ",
-                                        optimizer, ", got ", text_of(a.value), " in group 0 and ",
-                                        text_of(b.value), " in group ", group);
-                    });
+    const auto& first = static_cast<const Options&>(*groups[0]);
+    const auto& other = static_cast<const Options&>(*groups[group]);
+    for_each_option(first, other, [&](const auto& a, const auto& b) {
+      const bool counts =
+          (a.traits & kSameInAllGroups) != 0 &&
+          (compares_functions || !has_function(first, a.name) || !has_function(other, a.name));
+      TORCH_CHECK_VALUE(!counts || a.value == b.value, a.name,
+                        " must be the same in all parameter groups of ", optimizer, ", got ",
+                        text_of(a.value), " in group 0 and ", text_of(b.value), " in group ",
+                        group);
+    });
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -53,9 +54,10 @@ void check_schedules(const Options& options) {
   }
 }
 
-// The options with the values that their functions have at this step.
+// The options with the values that their functions have at this step of the group; options that are
+// the same in all groups, at the last of their steps: a group may have joined later.
 template <typename Options>
-Options at_step(const Options& options, int64_t step) {
+Options at_step(const Options& options, int64_t group_step, int64_t last_step) {
   check_schedules(options);
   Options result = options;
   for_each_option(result, [&](const auto& option) {
@@ -67,6 +69,7 @@ Options at_step(const Options& options, int64_t step) {
       return;
     }
     if constexpr (requires { value_as(c10::IValue(), option.value); }) {
+      const int64_t step = (option.traits & kSameInAllGroups) == 0 ? group_step : last_step;
       const c10::IValue returned = function->second(step);
       const auto value = value_as(returned, option.value);
       TORCH_CHECK_VALUE(value && !find_wrong(option.name, *value, option.requirement), option.name,
@@ -95,7 +98,9 @@ void follow_schedules(const char* optimizer, std::vector<torch::optim::Optimizer
       steps = next_steps();
     }
     const size_t index = values.size();
-    values.push_back(options->schedules().empty() ? *options : at_step(*options, steps[index]));
+    values.push_back(options->schedules().empty()
+                         ? *options
+                         : at_step(*options, steps[index], *std::ranges::max_element(steps)));
   }
   if (steps.empty()) {
     return;

@@ -113,7 +113,8 @@ void KFACPreconditioner::follow_schedules() {
 
 void KFACPreconditioner::check_together(const std::vector<const Options*>& groups) const {
   CapturingOptimizer::check_together(groups);
-  detail::check_same_in_all<KFACPreconditionerOptions>(name(), groups);
+  detail::check_same_in_all<KFACPreconditionerOptions>(name(), groups,
+                                                       /*compares_functions=*/false);
   check_same_grad_workers<KFACPreconditionerOptions>(defaults(), groups);
 }
 

@@ -70,6 +70,21 @@ TEST(KfacSchedules, BelongToGroups) {
   EXPECT_DOUBLE_EQ(options_in(optimizer, 2).damping(), 1.0 / 3.0);
 }
 
+TEST(KfacSchedules, OfAllGroupsFollowTheOneThatHasTakenMostSteps) {
+  auto model = make_mlp();
+  const auto params = model->parameters();
+  const auto group = [&](size_t first) {
+    return OptimizerParamGroup({params[first], params[first + 1]});
+  };
+  KFAC optimizer(*model, {group(0)},
+                 KFACOptions().schedules({{"kl_clip", [](int64_t step) { return 0.1 / step; }}}));
+  train(optimizer, model, kMlpSample, 0, 3);
+  optimizer.add_param_group(group(2));
+  train(optimizer, model, kMlpSample, 3, 5);
+  EXPECT_DOUBLE_EQ(*options_in(optimizer, 0).kl_clip(), 0.1 / 6.0);
+  EXPECT_DOUBLE_EQ(*options_in(optimizer, 1).kl_clip(), 0.1 / 6.0);
+}
+
 TEST(KfacSchedules, WithWrongValuesChangeNothing) {
   const auto refused = [](Schedules schedules) {
     auto model = make_mlp();

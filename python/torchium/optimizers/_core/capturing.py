@@ -24,7 +24,7 @@ from .curvature import as_number, check_curvature_arguments
 from .parameters import State, check_unsharded, parameter_name
 from .plan import JointPlan, Report, Snapshot, failures
 from .process_groups import group_name, processes
-from .schedules import at_step, new_group, schedules_in, without_functions
+from .schedules import at_step, beside, new_group, schedules_in, without_functions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,7 +111,8 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _check_new_group(self, index: int, group: dict[str, Any]) -> None:
         super()._check_new_group(index, group)
-        self._check_shared([*self.param_groups, group])
+        known = [beside(self._OPTIONS, each, group) for each in self.param_groups]
+        self._check_shared([*known, group])
 
     def _adopt(self, modules: dict[nn.Module, str]) -> None:
         for module, name in modules.items():
@@ -149,7 +150,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         if any(functions):
             steps = self._bound_plan().core.next_steps(len(self.param_groups))
             values = [
-                at_step(self._OPTIONS, *each) if each[0] else {}
+                at_step(self._OPTIONS, *each, max(steps)) if each[0] else {}
                 for each in zip(functions, steps, strict=True)
             ]
             groups = [{**g, **v} for g, v in zip(self.param_groups, values, strict=True)]

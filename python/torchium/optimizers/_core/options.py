@@ -29,7 +29,7 @@ class OptionList:
     @cached_property
     def _fields(self) -> dict[str, tuple[str, str]]:
         """Type and requirement by name."""
-        names, kinds, requirements, _ = torch.ops.torchium.option_fields(self.optimizer)
+        names, kinds, requirements, *_ = torch.ops.torchium.option_fields(self.optimizer)
         return dict(zip(names, zip(kinds, requirements, strict=True), strict=True))
 
     @cached_property
@@ -41,6 +41,11 @@ class OptionList:
     def scheduled(self) -> tuple[str, ...]:
         """Those that may be functions of the step number."""
         return tuple(torch.ops.torchium.option_fields(self.optimizer)[3])
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """Those that are the same in all groups."""
+        return tuple(torch.ops.torchium.option_fields(self.optimizer)[4])
 
     def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The options among the arguments of a constructor."""

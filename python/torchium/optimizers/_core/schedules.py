@@ -39,10 +39,26 @@ def new_group(options: OptionList, group: Group, defaults: Group) -> Group:
     return {**group, **at_step(options, functions, 1)}  # torch adds no default "schedules"
 
 
-def at_step(options: OptionList, functions: dict[str, Schedule], step: int) -> Group:
-    """The checked values at this step, and the functions under ``"schedules"``."""
-    values = {name: _value(options, name, f, step) for name, f in functions.items()}
+def at_step(
+    options: OptionList, functions: dict[str, Schedule], step: int, last_step: int | None = None
+) -> Group:
+    """The checked values at this step of a group, and the functions under ``"schedules"``.
+
+    Of options that are the same in all groups, the values at the last of their steps: a group may have
+    joined later.
+    """
+    last = step if last_step is None else last_step
+    values = {
+        name: _value(options, name, f, last if name in options.shared else step)
+        for name, f in functions.items()
+    }
     return {**values, SCHEDULES: functions}
+
+
+def beside(options: OptionList, group: Group, new: Group) -> Group:
+    """A group to compare with a new one, before the next step evaluates the functions of both."""
+    functions = schedules_in(options, group).keys() & new.get(SCHEDULES, {}).keys()
+    return {**without_functions(options, group), **{name: new[name] for name in functions}}
 
 
 def _value(options: OptionList, name: str, function: Schedule, step: int) -> Any:

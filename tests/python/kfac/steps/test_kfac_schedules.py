@@ -212,6 +212,30 @@ def test_a_clip_that_differs_between_groups_raises():
     assert [group["kl_clip"] for group in optimizer.param_groups] == [0.1, 0.1]
 
 
+def test_a_clip_follows_the_group_that_has_taken_most_steps():
+    model = mlp()
+    optimizer = KFAC(
+        [{"params": list(model[i].parameters())} for i in (0, 3)], kl_clip=lambda step: 0.1 / step
+    )
+    model[3].requires_grad_(False)
+    trained(optimizer, model, 1, 3)
+    model[3].requires_grad_(True)
+    trained(optimizer, model, 3, 4)
+    added = nn.Linear(3, 3)
+    optimizer.add_param_group({"params": added.parameters()})
+    trained(optimizer, model.append(added), 4, 6)
+    assert [group["kl_clip"] for group in optimizer.param_groups] == [0.1 / 5] * 3
+
+
+def test_a_group_is_added_beside_one_that_was_given_a_function():
+    model = mlp()
+    optimizer = KFAC([{"params": list(model[0].parameters())}])
+    optimizer.param_groups[0]["damping"] = lambda step: 0.1 * step
+    optimizer.add_param_group({"params": model[3].parameters()})
+    trained(optimizer, model, 1, 3)
+    assert [group["damping"] for group in optimizer.param_groups] == [0.2, 0.01]
+
+
 # ---- checkpoints and copies
 
 
