@@ -12,7 +12,7 @@ from optimizer_cases import ignore_fallback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-STEPS = 120
+STEPS = 60
 BATCH = 32
 Sampler = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
