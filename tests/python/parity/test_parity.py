@@ -11,7 +11,7 @@ import torch
 import torchium
 from parity_tools import assert_same, make, set_lr, state_of
 from torch import nn
-from trajectory_cases import BASE, OPTIONS, cases_and_problems
+from trajectory_cases import ALL_SHAPES, BASE, CASES, OPTIONS, OTHER_PROBLEMS
 from trajectory_problems import train
 
 pytest.importorskip("torchium_cpp._C", exc_type=ImportError)
@@ -52,7 +52,16 @@ def test_options_have_the_same_names_and_defaults(name):
         assert type(cpp[key]) is type(listed[key]) is type(default), key
 
 
-@pytest.mark.parametrize(("name", "case", "problem"), cases_and_problems(turn=1))
+# Every option on all shapes; a few cases on the gradients of networks.
+OF_ALL_SHAPES = [(name, case, ALL_SHAPES) for name, case in CASES]
+OF_OTHERS = [
+    (name, case, problem)
+    for name, case in (("Shampoo", "base"), ("Shampoo", "everything"), ("Adagrad", "full_options"))
+    for problem in OTHER_PROBLEMS
+]
+
+
+@pytest.mark.parametrize(("name", "case", "problem"), OF_ALL_SHAPES + OF_OTHERS)
 def test_trajectory_and_state(name, case, problem):
     options = OPTIONS[name][case]
     python_history, python_state = run("python", name, problem, torch.float32, **options)

@@ -81,11 +81,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 CASES = [(name, case) for name, cases in OPTIONS.items() for case in cases]
 
 
-def cases_and_problems(turn: int = 0) -> list[tuple[str, str, str]]:
-    """Every case with `intermittent`, whose parameters have all shapes, and with one other problem in turn."""
-    others = ("mlp", "convnet", "odd_shapes")
+# `intermittent` has parameters of all shapes.
+ALL_SHAPES = "intermittent"
+OTHER_PROBLEMS = ("mlp", "convnet", "odd_shapes")
+
+
+def cases_and_problems() -> list[tuple[str, str, str]]:
+    """Every case with `ALL_SHAPES`, and with one other problem in turn."""
     return [
         (name, case, problem)
-        for i, (name, case) in enumerate(CASES, start=turn)
-        for problem in ("intermittent", others[i % len(others)])
+        for i, (name, case) in enumerate(CASES)
+        for problem in (ALL_SHAPES, OTHER_PROBLEMS[i % len(OTHER_PROBLEMS)])
     ]

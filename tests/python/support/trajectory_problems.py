@@ -62,12 +62,10 @@ class OddShapes(nn.Module):
 
     def loss(self, step: int) -> Tensor:
         rng = generator(200 + step)
-        total = torch.zeros((), dtype=self.values[0].dtype)
-        for i, p in enumerate(self.values):
-            x = torch.randn(p.shape, generator=rng).to(p.dtype)
-            if self.is_used(i, step):
-                total = total + (p - x).cosh().log().sum()
-        return total
+        x = [torch.randn(p.shape, generator=rng).flatten() for p in self.values]
+        used = [i for i in range(len(x)) if self.is_used(i, step)]
+        p = torch.cat([self.values[i].flatten() for i in used])
+        return (p - torch.cat([x[i] for i in used]).to(p.dtype)).cosh().log().sum()
 
 
 def mlp() -> nn.Module:
