@@ -57,7 +57,7 @@ SIZES = (
     Size(1024, 64, (170.0, 140.0), 110.0),
     Size(2048, 16, (1200.0, None), 900.0),
 )
-DRY_SIZES = (Size(16, 8), Size(40, 8), Size(130, DISTINCT, (1e6, None), 1e5))
+DRY_SIZES = (Size(16, 8), Size(24, 8), Size(40, DISTINCT, (1e6, None), 1e5))
 
 ALL_VARIANTS = 1024  # the order for all variants of the coupled Newton iteration
 DASH_MICROSECONDS = 287.0  # its 10 steps in fp16, n = 1024, one matrix of a batch on an H200
