@@ -89,15 +89,15 @@ def test_natural_gradient_is_compared_with_adamw(tmp_path: Path) -> None:
 def test_the_hessian_is_measured_during_training(tmp_path: Path) -> None:
     output = checked_example(
         "hessian_spectrum.py",
-        *("--data", "digits", "--device", "cpu", "--steps", "1", "--images", "40"),
-        *("--eigenvalues", "10", "--output", str(tmp_path)),
+        *("--model", "convnet", "--data", "digits", "--device", "cpu", "--steps", "1"),
+        *("--images", "40", "--eigenvalues", "10", "--output", str(tmp_path)),
     )
     rows = [line.split() for line in output.splitlines() if re.match(r"\s*\d+ ", line)]
     assert [row[0] for row in rows] == ["0", "1"]
     for _, loss, largest, tenth, smallest, *_ in rows:
         assert 0 < float(loss) < 4
         assert float(largest) >= float(tenth) > 0 > float(smallest)
-    plot = tmp_path / "hessian-mlp-digits.png"
+    plot = tmp_path / "hessian-convnet-digits.png"
     assert plot.read_bytes().startswith(PNG_SIGNATURE)
 
 
