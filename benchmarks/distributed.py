@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchium
-from shared.process_group import free_port, join_group
+from shared.process_group import free_port, join_group, start_ranks
 from torch import Tensor, nn
 
 # Matrices, biases and norms of a decoder: width, layers, vocabulary.
@@ -109,9 +109,8 @@ def main() -> None:
     arguments = parser.parse_args()
     ranks = 2 if arguments.dry_run else arguments.ranks
     model, steps = ("tiny", 2) if arguments.dry_run else (arguments.model, arguments.steps)
-    torch.multiprocessing.spawn(
-        measure, (ranks, free_port(), model, steps, not arguments.dry_run), nprocs=ranks
-    )
+    on_gpu = not arguments.dry_run
+    start_ranks(measure, (ranks, free_port(), model, steps, on_gpu), ranks, on_gpu)
 
 
 if __name__ == "__main__":

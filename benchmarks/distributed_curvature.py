@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torchium
 from networks.curvature_models import gpt2_blocks, mlp, resnet50
-from shared.process_group import free_port, join_group
+from shared.process_group import free_port, join_group, start_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,11 +148,10 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="two processes on the CPU, small")
     arguments = parser.parse_args()
     ranks = 2 if arguments.dry_run else arguments.ranks
+    on_gpu = not arguments.dry_run
     with tempfile.TemporaryDirectory() as folder:
         for count in (1, ranks):
-            torch.multiprocessing.spawn(
-                measure, (count, folder, free_port(), not arguments.dry_run), nprocs=count
-            )
+            start_ranks(measure, (count, folder, free_port(), on_gpu), count, on_gpu)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+
+def start_ranks(function: Callable[..., None], arguments: tuple, ranks: int, on_gpu: bool) -> None:
+    """Calls the function with its rank and the arguments in each process. On a CPU they share what is imported."""
+    torch.multiprocessing.start_processes(
+        function, arguments, nprocs=ranks, start_method="spawn" if on_gpu else "fork"
+    )
 
 
 def free_port() -> int:
