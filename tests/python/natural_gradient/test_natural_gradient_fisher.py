@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchium
 from captured_layers import MODELS, model_and_batch
+from combinations import in_turn
 from cuda_waits import no_waits
 from curvature_losses import FISHERS, LOSSES, losses
 from reference import ReferenceNaturalGradient, gauss_newton
@@ -99,9 +100,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "tied_embedding"])
+@pytest.mark.parametrize(
+    ("name", "options", "solver"),
+    in_turn(["mlp", "convolutions", "tied_embedding"], OPTIONS, SOLVERS),
+)
 def test_a_run_follows_the_reference(name, options, solver, device):
     settings = {"lr": 0.1, "damping": 0.1, **OPTIONS[options]}
     model, _ = model_and_batch(name, device=device)
