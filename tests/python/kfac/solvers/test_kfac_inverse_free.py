@@ -229,7 +229,7 @@ def ill_conditioned(seed: int) -> tuple[Tensor, Tensor]:
     return z * torch.logspace(0, -2, 24) @ basis, z @ random(24, 4, seed=1).float()
 
 
-def loss_after_300_steps(factor_dtype: torch.dtype, **options: Any) -> float:
+def loss_after(steps: int, factor_dtype: torch.dtype, **options: Any) -> float:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Linear(24, 4, bias=False)
@@ -242,7 +242,7 @@ def loss_after_300_steps(factor_dtype: torch.dtype, **options: Any) -> float:
         factor_dtype=factor_dtype,
         **options,
     )
-    for step in range(300):
+    for step in range(steps):
         x, y = ill_conditioned(seed=100 + step)
         optimizer.zero_grad()
         outputs = model(x)
@@ -261,9 +261,9 @@ def test_bfloat16_solves_what_inverses_of_bfloat16_factors_cannot():
     options: dict[str, Any] = {"lr": 0.5, "damping": 1e-7}
     roots = {"solver": "inverse_free", "stat_decay": 0.8, **options}
     inverses = {"solver": "cholesky", "TInv": 1, **options}
-    assert loss_after_300_steps(torch.float32, **inverses) < 1e-9
-    assert loss_after_300_steps(torch.bfloat16, **inverses) > 1.0
-    assert loss_after_300_steps(torch.bfloat16, **roots) < 1e-9
+    assert loss_after(300, torch.float32, **inverses) < 1e-9
+    assert loss_after(300, torch.bfloat16, **inverses) > 1.0
+    assert loss_after(300, torch.bfloat16, **roots) < 1e-9
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -276,7 +276,7 @@ def test_bfloat16_is_as_good_as_float32(structure):
         "lr": 0.1,
         "damping": 1e-3,
     }
-    short, whole = (loss_after_300_steps(d, **options) for d in (torch.bfloat16, torch.float32))
+    short, whole = (loss_after(120, d, **options) for d in (torch.bfloat16, torch.float32))
     assert abs(short - whole) < 0.05 * whole
     assert whole < 0.5 * F.mse_loss(torch.zeros(64, 4), ill_conditioned(0)[1]).item()
 
