@@ -552,26 +552,28 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", sorted(ALL_CASES.keys() - WITHOUT_MATRICES))
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_checkpoint_that_does_not_fit_loads_nothing(name, damage):
-    make = ALL_CASES[name]
+def test_checkpoint_that_does_not_fit_loads_nothing(name):
     model = mlp()
     layers = [{"params": list(model[0].parameters())}]
     layers.append({"params": [*model[1].parameters(), *model[3].parameters()]})
-    optimizer = make(layers)
+    optimizer = ALL_CASES[name](layers)
     run(model, optimizer)
-    state_dict = optimizer.state_dict()
-    state_dict["param_groups"][0]["lr"] = 0.125
-    damage(state_dict)
+    good = optimizer.state_dict()
+    good["param_groups"][0]["lr"] = 0.125
     run(model, optimizer, 4, 1)
     before = snapshot(optimizer)
     groups = copy.deepcopy(
         [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     )
-    with pytest.raises(ValueError, match=DAMAGES[damage]):
-        optimizer.load_state_dict(state_dict)
-    assert_same(snapshot(optimizer), before)
-    assert groups == [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for damage, message in DAMAGES.items():
+        state_dict = copy.deepcopy(good)
+        damage(state_dict)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state_dict)
+        assert_same(snapshot(optimizer), before)
+        assert groups == [
+            {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+        ]
     run(model, optimizer, 5, 1)
 
 
@@ -638,8 +640,10 @@ def test_numbers_that_no_run_has_are_refused_by_the_name_of_their_key(name):
     for index, state in good["state"].items():
         for key, values_of_key in bad_numbers(state).items():
             for value in values_of_key:
-                bad = copy.deepcopy(good)
-                bad["state"][index][key].view(-1)[-1:] = value
+                wrong_tensor = state[key].clone()
+                wrong_tensor.view(-1)[-1:] = value
+                states = {**good["state"], index: {**state, key: wrong_tensor}}
+                bad = {**good, "state": states}
                 wrong = {-1.0: "below 0", 2.5: "no whole number"}.get(value, "not finite")
                 parameter = bad["param_groups"][0]["param_names"][index]
                 with pytest.raises(

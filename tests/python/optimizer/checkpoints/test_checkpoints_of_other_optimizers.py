@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,18 +13,24 @@ from optimizer_cases import ALL_CASES, all_cases, ignore_fallback, mlp, run
 pytestmark = ignore_fallback
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam, *ALL_CASES])
-def test_state_of_another_kind_of_optimizer_is_refused(name, other):
+@cache
+def trained_with(other: Any) -> torch.optim.Optimizer:
+    """An optimizer after some steps, by the name of a case or its class."""
     model = mlp()
-    foreign = ALL_CASES[other] if isinstance(other, str) else other
-    optimizer = foreign(model.parameters(), lr=0.1)
+    make = ALL_CASES[other] if isinstance(other, str) else other
+    optimizer = make(model.parameters(), lr=0.1)
     if isinstance(optimizer, torch.optim.SGD):
         optimizer.param_groups[0]["momentum"] = 0.9
     run(model, optimizer)
-    same_class = type(ALL_CASES[name](mlp().parameters())) is type(optimizer)
-    loader = ALL_CASES[name](model.parameters())
-    if same_class:  # the options come with the checkpoint
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam, *ALL_CASES])
+def test_state_of_another_kind_of_optimizer_is_refused(name, other):
+    optimizer = trained_with(other)
+    loader = ALL_CASES[name](mlp().parameters())
+    if type(loader) is type(optimizer):  # the options come with the checkpoint
         loader.load_state_dict(optimizer.state_dict())
         return
     # Those of torch.optim.Adagrad fit; natural gradient and K-FAC have options of the same names.
