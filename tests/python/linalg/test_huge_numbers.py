@@ -231,7 +231,7 @@ SCALES = [1e-40, 1e-25, 1e-9, 1e-3, 1.0, 1e3, 1e8, 1e14, 1e18, 1e25, 1e38]
 
 
 @pytest.mark.parametrize("name", ALL_CASES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_sequence_of_finite_inputs(name, seed, device):
     """Inputs and output gradients of any size: weights and state stay finite."""
     generator = torch.Generator().manual_seed(seed)

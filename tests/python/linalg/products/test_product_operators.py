@@ -91,8 +91,7 @@ def test_opcheck_differentiable(name, shapes, device):
     opcheck(getattr(ops, name).default, operands)
 
 
-@pytest.mark.parametrize("lead", [(), (2,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "lead"), [(torch.float32, (2,)), (torch.float64, ())])
 @pytest.mark.parametrize("name", OTHERS)
 def test_opcheck_others(name, dtype, lead, device):
     arguments = tuple(
