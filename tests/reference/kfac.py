@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -200,8 +199,8 @@ def factors(samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """A = sum a a^T / (N T) and G = sum g g^T / N; with lookups as in tied_factors, G a diagonal."""
     A, G, rows = 0.0, 0.0, 0
     for a, g, *_ in samples:
-        A = A + sum(torch.einsum("gi,gj->gij", a[:, t], a[:, t]) for t in range(a.shape[1]))
-        G = G + sum(torch.einsum("gi,gj->gij", g[:, t], g[:, t]) for t in range(g.shape[1]))
+        A = A + torch.einsum("gti,gtj->gij", a, a)
+        G = G + torch.einsum("gti,gtj->gij", g, g)
         rows += a.shape[1]
     A, G = A / rows, G / len(samples)
     lookups = [(s.words, s.h) for s in samples if s.words is not None]
@@ -400,15 +399,10 @@ def convolution_rows(module: nn.Module, a: Tensor, g: Tensor) -> Sample:
     """Patches [groups, T, c/groups * kernel] and gradients [groups, T, o/groups], T output pixels."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     a = nn.functional.pad(a, module._reversed_padding_repeated_twice, mode=mode)
-    sizes = list(zip(module.stride, module.dilation, module.kernel_size, strict=True))
-    patches = []
-    for channels in a[0].chunk(module.groups):
-        rows = []
-        for pixel in itertools.product(*map(range, g.shape[2:])):
-            window = tuple(
-                slice(i * stride, i * stride + dilation * (kernel - 1) + 1, dilation)
-                for i, (stride, dilation, kernel) in zip(pixel, sizes, strict=True)
-            )
-            rows.append(channels[(slice(None), *window)].flatten())
-        patches.append(torch.stack(rows))
-    return torch.stack(patches), g[0].flatten(1).unflatten(0, (module.groups, -1)).mT
+    sizes = zip(module.stride, module.dilation, module.kernel_size, strict=True)
+    for i, (stride, dilation, kernel) in enumerate(sizes, start=2):
+        a = a.unfold(i, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    dims = g.dim() - 2
+    patches = a[0].unflatten(0, (module.groups, -1)).movedim(1, dims + 1)  # channels behind pixels
+    patches = patches.flatten(1, dims).flatten(2)
+    return patches, g[0].flatten(1).unflatten(0, (module.groups, -1)).mT
