@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 Batch = tuple[Any, ...]
 Loss = Callable[[nn.Module, Batch], Tensor]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
-STEPS = 40
-MEASURED_AFTER = (31, 35, 39)  # the last loss alone may be a spike
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Task:
         losses = [self.loss(self.model, batch).item() for batch in self.batches]
         return math.fsum(losses) / len(losses)
 
-    def train(self, make: MakeOptimizer) -> tuple[list[Optimizer], float]:
+    def train(self, make: MakeOptimizer, steps: int) -> tuple[list[Optimizer], float]:
         """The optimizers after training, and the mean of what was measured towards its end."""
         optimizers = [make(part) for part in self.trained or [self.model]]
         for optimizer in optimizers:
@@ -76,9 +74,9 @@ class Task:
                 group.update({key: self.options[key] for key in self.options if key in group})
         step = self.step or plain_step
         measured = []
-        for index in range(STEPS):
+        for index in range(steps):
             step(self, optimizers, index)
-            if index in MEASURED_AFTER:
+            if index in (steps - 9, steps - 5, steps - 1):  # the last loss alone may be a spike
                 measured.append(self.measured())
         return optimizers, math.fsum(measured) / len(measured)
 

@@ -1,7 +1,7 @@
 """Every kind of model is trained by every optimizer; or natural gradient names a layer it refuses.
 
-Every model takes half of the settings of every optimizer, in turn. On a machine with a GPU, and with
-``TORCHIUM_ZOO=whole``, which takes the models at their whole size, it takes all.
+Every model takes half of the settings of every optimizer, in turn, for 30 steps. On a machine with a GPU, and with
+``TORCHIUM_ZOO=whole``, which takes the models at their whole size, it takes all, for 40 steps.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ FAMILIES = (
 )
 KINDS = {name: build for family in FAMILIES for name, build in family.KINDS.items()}
 ALL_SETTINGS = SIZE.whole or torch.cuda.is_available()
+STEPS = 40 if ALL_SETTINGS else 30
 RUNS = [
     (kind, setting)
     for turn, kind in enumerate(KINDS)
@@ -104,7 +105,7 @@ def test_zoo(kind: str, setting: str, device: torch.device) -> None:
         before = [p.detach().clone() for p in task.model.parameters()]
         first = task.measured()
         try:
-            optimizers, last = task.train(SETTINGS[setting])
+            optimizers, last = task.train(SETTINGS[setting], STEPS)
         except ValueError as error:
             if setting not in REFUSING or not is_documented(error, task.model):
                 raise
