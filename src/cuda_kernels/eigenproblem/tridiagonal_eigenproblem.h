@@ -20,7 +20,7 @@ struct TridiagonalShape {
 };
 
 constexpr int kLargestLeaf = 16;
-constexpr int kLargestTridiagonal = 1152;  // order()
+constexpr int kLargestTridiagonal = 1280;  // order()
 
 // For n from 1 to kLargestTridiagonal.
 TridiagonalShape tridiagonal_shape(int n);

@@ -9,6 +9,47 @@ namespace torchium::cuda_kernels {
 namespace {
 
 constexpr int kChunk = 128;  // columns that a warp reads at once, four per lane
+// How a cluster holds a matrix: its blocks own the rows in turn, `block_rows` each, and so do the
+// warps of a block: row (s warps + w) blocks + b is slot s of warp w of block b. The first
+// `registers` slots are in registers, the others in shared memory.
+template <int blocks_, int warps_, int registers_, int block_rows_, int columns_>
+struct Layout {
+  static constexpr int blocks = blocks_;
+  static constexpr int warps = warps_;
+  static constexpr int threads = warps * 32;
+  static constexpr int registers = registers_;
+  static constexpr int block_rows = block_rows_;
+  static constexpr int slots = (block_rows + warps - 1) / warps;
+  static constexpr int shared_rows = block_rows - registers * warps;
+  static constexpr int columns = columns_;
+  static constexpr int chunks = (columns + kChunk - 1) / kChunk;
+  static_assert(block_rows * blocks >= columns && shared_rows >= 0 && block_rows % 2 == 0 &&
+                columns % 4 == 0);
+  static_assert(warps % 4 == 0 && warps <= 32 && blocks <= 32 && slots <= 8 && chunks > 0);
+};
+
+// What a block sends to all blocks in a step.
+template <typename L>
+struct Message {
+  float2 p_and_a[L::block_rows];  // of its rows
+  float product;                  // of its rows of v and p
+  float unused[3];                // the messages of all blocks in different banks
+};
+
+// What a thread block shares. Vectors have entries up to L::columns, zero beyond n.
+template <typename L>
+struct Shared {
+  Message<L> received[2][L::blocks];  // in even and odd steps
+  Message<L> sent;
+  uint64_t barrier[2];
+  float products[L::warps];
+  float4 v[L::columns / 4], w[L::columns / 4];  // of the step before
+  float4 x[L::columns / 4];                     // column k of the matrix, zero up to its diagonal
+  float4 squares[L::warps / 4];                 // the parts of the sum after x[k + 1]
+  float4 rows[L::shared_rows > 0 ? L::shared_rows : 1][L::columns / 4];
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Sums of squares below this are taken for zero: A is of a moderate scale, and 1e-12 of that much
 // less than its rounding errors.
 constexpr float kSmallestSquare = 1e-24f;
@@ -35,44 +76,6 @@ struct Reflector {
   __device__ float operator()(float x, int i) const { return scale * (i == head ? x - e : x); }
 };
 
-// How a cluster holds a matrix: its blocks own the rows in turn, `block_rows` each, and so do the
-// warps of a block: row (s warps + w) blocks + b is slot s of warp w of block b. The first
-// `registers` slots are in registers, the others in shared memory.
-template <int blocks_, int warps_, int registers_, int block_rows_, int chunks>
-struct Layout {
-  static constexpr int blocks = blocks_;
-  static constexpr int warps = warps_;
-  static constexpr int threads = warps * 32;
-  static constexpr int registers = registers_;
-  static constexpr int block_rows = block_rows_;
-  [[maybe_unused]] static constexpr int slots = (block_rows + warps - 1) / warps;
-  static constexpr int shared_rows = block_rows - registers * warps;
-  static constexpr int columns = chunks * kChunk;
-  static_assert(block_rows * blocks >= columns && shared_rows >= 0 && block_rows % 2 == 0);
-  static_assert(warps % 4 == 0 && warps <= 32 && blocks <= 32);
-};
-
-// What a block sends to all blocks in a step.
-template <typename L>
-struct Message {
-  float2 p_and_a[L::block_rows];  // of its rows
-  float product;                  // of its rows of v and p
-  float unused[3];                // the messages of all blocks in different banks
-};
-
-// What a thread block shares. Vectors have entries up to L::columns, zero beyond n.
-template <typename L>
-struct Shared {
-  Message<L> received[2][L::blocks];  // in even and odd steps
-  Message<L> sent;
-  uint64_t barrier[2];
-  float products[L::warps];
-  float4 v[L::columns / 4], w[L::columns / 4];  // of the step before
-  float4 x[L::columns / 4];                     // column k of the matrix, zero up to its diagonal
-  float4 squares[L::warps / 4];                 // the parts of the sum after x[k + 1]
-  float4 rows[L::shared_rows > 0 ? L::shared_rows : 1][L::columns / 4];
-};
-
 // A rank-2 update of the step before and a product: for row r of the matrix,
 //   a -= v_r w + w_r v, returned is a^T x.
 struct RowStep {
@@ -88,7 +91,6 @@ struct RowStep {
   }
 };
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __device__ __forceinline__ uint32_t address_of(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
@@ -134,10 +136,8 @@ class Tridiagonalisation {
   }
 
  private:
-  static constexpr int kChunks = L::columns / kChunk;
   // Of a warp at once.
   static constexpr int kSums = L::slots <= 2 ? 2 : L::slots <= 4 ? 4 : 8;
-  static_assert(L::slots <= 8);
   static constexpr int kOwn = (L::columns + L::threads - 1) / L::threads;  // entries of vectors
 
   static __device__ float& entry(float4* vector, int i) {
@@ -158,7 +158,7 @@ class Tridiagonalisation {
     for (int s = 0; s < L::slots; ++s) {
       const int r = row_of(s);
 #pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
+      for (int j = 0; j < L::chunks; ++j) {
         const int c = j * kChunk + lane * 4;
         const float* from = A + int64_t{r} * n + c;
         float4 a = {0, 0, 0, 0};
@@ -170,7 +170,7 @@ class Tridiagonalisation {
         }
         if (s < L::registers) {
           held[s < L::registers ? s : 0][j] = a;
-        } else if (r < n) {
+        } else if (r < n && c < L::columns) {
           shared_row(s)[c / 4] = a;
         }
       }
@@ -222,9 +222,9 @@ class Tridiagonalisation {
       step[s] = {entry(shared.v, r), entry(shared.w, r)};
     }
 #pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      if (j < first) continue;
+    for (int j = 0; j < L::chunks; ++j) {
       const int c = j * kChunk + lane * 4;
+      if (j < first || (L::columns % kChunk != 0 && c >= L::columns)) continue;
       const float4 v = shared.v[c / 4];
       const float4 w = shared.w[c / 4];
       float4 u = shared.x[c / 4];
@@ -322,7 +322,7 @@ class Tridiagonalisation {
   const float* A;
   float* reflectors;
   double *diagonal, *off_diagonal;
-  float4 held[L::registers][kChunks];
+  float4 held[L::registers][L::chunks];
   float x[kOwn];  // own entries of shared.x
 };
 #endif
@@ -351,11 +351,11 @@ Kernel kernel() {
 constexpr int kOrders[] = {128, 256, 512, 1024, kLargestTridiagonalised};
 
 Kernel kernel_of(int n) {
-  if (n <= kOrders[0]) return kernel<Layout<4, 16, 2, 32, 1>>();
-  if (n <= kOrders[1]) return kernel<Layout<8, 16, 2, 32, 2>>();
-  if (n <= kOrders[2]) return kernel<Layout<8, 16, 4, 64, 4>>();
-  if (n <= kOrders[3]) return kernel<Layout<16, 16, 2, 64, 8>>();
-  return kernel<Layout<16, 16, 2, 72, 9>>();
+  if (n <= kOrders[0]) return kernel<Layout<4, 16, 2, 32, 128>>();
+  if (n <= kOrders[1]) return kernel<Layout<8, 16, 2, 32, 256>>();
+  if (n <= kOrders[2]) return kernel<Layout<8, 16, 4, 64, 512>>();
+  if (n <= kOrders[3]) return kernel<Layout<16, 16, 2, 64, 1024>>();
+  return kernel<Layout<16, 16, 2, 74, kLargestTridiagonalised>>();
 }
 
 cudaError_t prepare(const Kernel& kernel, cudaLaunchConfig_t& config, cudaLaunchAttribute& cluster,

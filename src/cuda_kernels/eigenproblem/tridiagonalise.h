@@ -20,7 +20,8 @@ struct Tridiagonalise {
   int64_t count;
 };
 
-constexpr int kLargestTridiagonalised = 1152;
+// What fits into the registers and the shared memory of 16 processors of an H100.
+constexpr int kLargestTridiagonalised = 1168;
 
 // The largest order for which the current device, of compute capability major.minor and with
 // `shared_bytes` of shared memory per block, runs clusters that are large enough; 0 if none.

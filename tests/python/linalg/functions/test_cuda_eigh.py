@@ -13,7 +13,7 @@ from torchium.linalg import eigh, svd
 pytestmark = pytest.mark.cuda
 
 # The smallest and the largest of each size of a cluster, and such that need padding.
-ORDERS = [65, 100, 128, 129, 250, 256, 257, 500, 512, 513, 777, 1000, 1024, 1025, 1152]
+ORDERS = [65, 100, 128, 129, 250, 256, 257, 500, 512, 513, 777, 1000, 1024, 1025, 1153, 1168]
 EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -101,8 +101,8 @@ def test_more_matrices_than_one_launch_takes() -> None:
     [
         (64, torch.float32, False),
         (65, torch.float32, True),
-        (1152, torch.float32, True),
-        (1153, torch.float32, False),
+        (1168, torch.float32, True),
+        (1169, torch.float32, False),
         (256, torch.float64, False),
     ],
 )
