@@ -46,10 +46,12 @@ uint64_t hash_of(const std::vector<int64_t>& layers) {
   return hash.value();
 }
 
+// "rank 1", "ranks 1 and 2", "ranks 0, 1 and 2"
 std::string listed(const std::vector<int64_t>& ranks) {
   std::ostringstream text;
-  for (const int64_t rank : ranks) {
-    text << (rank == ranks.front() ? "" : ", ") << rank;
+  text << (ranks.size() > 1 ? "ranks " : "rank ");
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text << (i == 0 ? "" : i + 1 < ranks.size() ? ", " : " and ") << ranks[i];
   }
   return text.str();
 }
@@ -63,8 +65,8 @@ std::string listed(const std::vector<int64_t>& ranks) {
     for (size_t rank = 0; rank < masks.size(); ++rank) {
       (masks[rank][i] != 0 ? with : without).push_back(static_cast<int64_t>(rank));
     }
-    TORCH_CHECK(with.empty() || without.empty(), names[i], " has a gradient on rank ", listed(with),
-                " of the process group and none on rank ", listed(without),
+    TORCH_CHECK(with.empty() || without.empty(), names[i], " has a gradient on ", listed(with),
+                " of the process group and none on ", listed(without),
                 "; all ranks need gradients of the same parameters. No rank has taken the step");
   }
   TORCH_INTERNAL_ASSERT(false, "masks differ in their hashes alone");
@@ -83,13 +85,12 @@ std::string listed(const std::vector<int64_t>& ranks) {
       }
     }
     TORCH_CHECK(
-        with.empty() || without.empty(), names[i], " has captured samples on rank ", listed(with),
-        " of the process group and none on rank ", listed(without),
+        with.empty() || without.empty(), names[i], " has captured samples on ", listed(with),
+        " of the process group and none on ", listed(without),
         "; its layer must run in the forward pass of all ranks, and all ranks need the same "
         "checkpoint. No rank has taken the step");
     TORCH_CHECK(different.empty(), names[i],
-                " belongs to a different layer, or has different state, on rank ",
-                listed(different),
+                " belongs to a different layer, or has different state, on ", listed(different),
                 " of the process group than on rank 0; all ranks need the same model and the same "
                 "checkpoint. No rank has taken the step");
   }
@@ -105,8 +106,9 @@ std::string listed(const std::vector<int64_t>& ranks) {
     }
   }
   TORCH_CHECK(
-      false, "rank ", listed(different),
-      " of the process group differs from rank 0 in parameters, options or learning rates; "
+      false, listed(different), " of the process group ",
+      different.size() > 1 ? "differ" : "differs",
+      " from rank 0 in parameters, options or learning rates; "
       "construct the optimizer with the same arguments on all ranks, and change options in the "
       "same step. No rank has taken the step");
 }

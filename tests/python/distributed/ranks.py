@@ -49,6 +49,12 @@ def case(*ranks: int, cuda: bool = True) -> Callable[[Case], Case]:
     return register
 
 
+def listed(ranks: list[int]) -> str:
+    """As messages name them: ``"rank 1"``, ``"ranks 0, 1 and 2"``."""
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
 def device() -> torch.device:
     """Of this process."""
     return _devices[-1]

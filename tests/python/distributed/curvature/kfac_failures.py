@@ -34,7 +34,7 @@ from kfac_tools import (
     step_shared,
     trained,
 )
-from ranks import case, device
+from ranks import case, device, listed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -208,10 +208,9 @@ def a_layer_runs_on_one_rank_alone(ranks: int) -> None:
             p.grad = torch.ones_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad)
         kind, message = message_of(optimizer.step)
-        others = ", ".join(str(rank) for rank in range(ranks - 1))
         assert kind == "RuntimeError", message
         assert f"has captured samples on rank {ranks - 1} of the process group" in message
-        assert f"none on rank {others}; its layer must run" in message
+        assert f"none on {listed([*range(ranks - 1)])}; its layer must run" in message
         assert "weight" in message, message
         assert all(map(torch.equal, model.parameters(), before))
         for step in range(first, first + 4):

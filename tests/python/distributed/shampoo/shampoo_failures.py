@@ -20,7 +20,7 @@ from group_tools import (
     replaced_operator,
     world,
 )
-from ranks import case
+from ranks import case, listed
 from shampoo_tools import parameters, set_gradients, shampoo, train, values
 
 
@@ -173,8 +173,8 @@ def gradients_of_other_parameters_on_one_rank(ranks: int) -> None:
             params[3].grad = None
         kind, message = message_of(optimizer.step)
         assert kind == "RuntimeError"
-        others = ", ".join(str(r) for r in range(ranks) if r != 1)
-        assert f"'p3' of group 0 (shape [33, 17]) has a gradient on rank {others} of" in message
+        others = listed([r for r in range(ranks) if r != 1])
+        assert f"'p3' of group 0 (shape [33, 17]) has a gradient on {others} of" in message
         assert "none on rank 1" in message
         if before:
             assert_same({k: v for k, v in values(optimizer, params).items() if k in before}, before)

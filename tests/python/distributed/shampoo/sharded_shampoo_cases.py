@@ -258,7 +258,7 @@ def failures_are_those_of_all_ranks(ranks: int) -> None:
         params[3].grad = None
     kind, message = message_of(optimizer.step)
     assert kind == "RuntimeError"
-    assert "'p3' of group 0 (shape [33, 17]) has a gradient on rank 0, 1, 2 of" in message
+    assert "'p3' of group 0 (shape [33, 17]) has a gradient on ranks 0, 1 and 2 of" in message
 
     set_gradients(params, 2)
     if last:
