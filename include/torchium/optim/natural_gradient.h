@@ -95,6 +95,9 @@ struct TORCHIUM_API NaturalGradientParamState : public SecondOrderParamState {
   /// [2] int64 on the CPU, with a process_group of several ranks: the rank whose samples they are,
   /// and the number of ranks. Another rank, or number of ranks, captures a batch of its own.
   TORCH_ARG(at::Tensor, use_ranks);
+  /// 0-dim int64 on the CPU, with update_curvature(): the number of samples of the whole batch,
+  /// which has a call for each column of its curvature.
+  TORCH_ARG(at::Tensor, use_samples);
   /// Of each call, as captured.
   TORCH_ARG(std::vector<at::Tensor>, inputs);
   TORCH_ARG(std::vector<at::Tensor>, output_gradients);

@@ -18,6 +18,7 @@ const std::set<std::string_view> kNonNegative = {"step",
                                                  "diagonal",
                                                  "hessian_diagonal",
                                                  "exp_hessian_diag_sq",
+                                                 "use_samples",
                                                  "sum"};
 
 bool is_dense_real(const at::Tensor& tensor) {

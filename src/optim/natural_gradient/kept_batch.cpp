@@ -89,7 +89,10 @@ std::vector<SecondOrderParamState::NamedTensor> NaturalGradientParamState::param
 
 std::vector<SecondOrderParamState::NamedTensor> NaturalGradientParamState::members() {
   auto all = SecondOrderParamState::members();
-  all.insert(all.end(), {{"uses", &uses()}, {"use_eps", &use_eps()}, {"use_ranks", &use_ranks()}});
+  all.insert(all.end(), {{"uses", &uses()},
+                         {"use_eps", &use_eps()},
+                         {"use_ranks", &use_ranks()},
+                         {"use_samples", &use_samples()}});
   return all;
 }
 
@@ -114,7 +117,7 @@ int64_t KeptBatch::rows() const {
                             : given_rows[0].size(0);
 }
 
-int64_t KeptBatch::samples() const { return is_curvature ? curvature_samples : rows(); }
+int64_t KeptBatch::samples() const { return is_curvature() ? curvature_samples : rows(); }
 
 void scale_gradients(KeptBatch& batch, double factor) {
   std::vector<at::Tensor> gradients;
@@ -129,7 +132,7 @@ void scale_gradients(KeptBatch& batch, double factor) {
 }
 
 void clear_batch(NaturalGradientParamState& state) {
-  state.uses({}).use_eps({}).use_ranks({});
+  state.uses({}).use_eps({}).use_ranks({}).use_samples({});
   state.inputs({}).output_gradients({});
 }
 
@@ -172,6 +175,10 @@ void write_batch(const KeptBatch& batch, const BatchStates& states) {
       const at::Tensor ranks = at::tensor({batch.rank, batch.ranks}, at::kLong);
       state.use_ranks(copies.add(ranks, {old.use_ranks()}, 0));
     }
+    if (batch.is_curvature()) {
+      const at::Tensor samples = at::scalar_tensor(batch.curvature_samples, at::kLong);
+      state.use_samples(copies.add(samples, {old.use_samples()}, 0));
+    }
   }
 }
 
@@ -192,6 +199,9 @@ std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states) {
       const at::Tensor ranks = state->use_ranks().cpu().contiguous();
       batch->rank = ranks.const_data_ptr<int64_t>()[0];
       batch->ranks = ranks.const_data_ptr<int64_t>()[1];
+    }
+    if (state->use_samples().defined()) {
+      batch->curvature_samples = state->use_samples().item<int64_t>();
     }
     const at::Tensor eps = state->use_eps().cpu().contiguous();
     for (const auto j : c10::irange(rows.size(0))) {
@@ -234,6 +244,9 @@ void add_saved_room(NaturalGradientParamState& fresh, const NaturalGradientParam
   fresh.use_eps(at::empty({rows.size(0)}, at::kDouble));
   if (saved.use_ranks().defined()) {
     fresh.use_ranks(at::empty({2}, at::kLong));
+  }
+  if (saved.use_samples().defined()) {
+    fresh.use_samples(at::empty({}, at::kLong));
   }
   const at::Tensor on_cpu = rows.cpu().contiguous();
   for (const auto j : c10::irange(count)) {

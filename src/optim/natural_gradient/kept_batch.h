@@ -20,9 +20,8 @@ struct KeptBatch {
   // In the order of their micro-batches, which count from 0. Weights and biases are positions in
   // the parameters of all groups. The output gradients are those of rows of J divided by rows().
   std::vector<gradients::detail::LayerCall> calls;
-  at::Tensor loss_scale;      // what the loss was multiplied by; undefined: 1
-  bool is_curvature = false;  // and not gradients of the loss
-  int64_t curvature_samples = 0;
+  at::Tensor loss_scale;          // what the loss was multiplied by; undefined: 1
+  int64_t curvature_samples = 0;  // 0: calls are of gradients of the loss
   // Of the ranks that share the steps, the one whose samples they are.
   int64_t rank = 0, ranks = 1;
 
@@ -30,6 +29,7 @@ struct KeptBatch {
   at::Tensor residuals;                // of these rows
 
   bool is_empty() const { return calls.empty() && given_rows.empty(); }
+  bool is_curvature() const { return curvature_samples > 0; }
   int64_t rows() const;
   int64_t samples() const;
 };

@@ -108,7 +108,6 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
     micro_batch += batch->calls.size() > before ? 1 : 0;
   }
   if (takes_curvature() && !batch->calls.empty()) {
-    batch->is_curvature = true;
     batch->curvature_samples = curvature_samples_;
     average_over_samples(*batch);
   }

@@ -266,7 +266,7 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   const bool refreshed = is_refresh();
   step->batch = {};
   Factorization wanted = factorization_for(*step);
-  if (batch_ != nullptr && refreshed && inputs.loss_scale.defined() && !batch_->is_curvature) {
+  if (batch_ != nullptr && refreshed && inputs.loss_scale.defined() && !batch_->is_curvature()) {
     auto scaled = std::make_shared<KeptBatch>(*batch_);
     scaled->loss_scale = inputs.loss_scale;
     wanted.batch = batch_ = std::move(scaled);
@@ -276,7 +276,6 @@ StateChanges NaturalGradientPlan::take_agreed(const JointInputs& inputs) {
   const JointBatch joint = joint_batch(own);
   if (batch_ != nullptr) {
     wanted.batch = batch_;
-    own_samples_ = own.samples;
     rows_ = joint.rows;
     samples_ = joint.samples;
     step->batch = captured(*batch_);

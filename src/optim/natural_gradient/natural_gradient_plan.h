@@ -152,7 +152,6 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   // Of the last step.
   int64_t samples_ = 0;  // of all ranks
   int64_t rows_ = 0;
-  int64_t own_samples_ = 0;      // of this rank
   std::string solver_;           // "gram", "explicit" or "cg"
   at::Tensor numbers_;           // natural_gradient_step()
   std::vector<at::Tensor> lrs_;  // with adaptive_damping

@@ -260,6 +260,31 @@ def test_micro_batches_equal_one_batch(name, sizes, solver, device):
     assert_near(*results, 1e-10)
 
 
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_a_resumed_run_reports_the_samples_of_the_kept_batch(fisher, device):
+    """Its state has a layer call for each column of the curvature, and so more rows than samples."""
+    columns = 2 if fisher == "mc" else 3
+    runs = []
+    for samples in (8, 5):
+        model, (x, _) = model_and_batch("mlp", samples=samples, device=device)
+        optimizer = torchium.NaturalGradient(model, fisher=fisher, update_freq=3, damping=1.0)
+        runs.append((optimizer, model, x))
+
+    def step(run: tuple[Any, nn.Module, Tensor]) -> tuple[int, int]:
+        backward(*run, samples=2)
+        run[0].step()
+        report = run[0].report()
+        return report["samples"], report["rows"]
+
+    uninterrupted, resumed = runs
+    assert step(uninterrupted) == step(uninterrupted) == (8, 8 * columns)
+    assert step(resumed) == (5, 5 * columns)
+    resumed[1].load_state_dict(uninterrupted[1].state_dict())
+    resumed[0].load_state_dict(uninterrupted[0].state_dict())
+    assert step(resumed) == step(uninterrupted) == (8, 8 * columns)
+    assert step(resumed) == (5, 5 * columns)
+
+
 def test_an_input_changed_in_place_before_the_step_is_an_error(device):
     model = nn.Linear(4, 3).to(device)
     optimizer = torchium.NaturalGradient(model, fisher="ggn")

@@ -135,7 +135,7 @@ def trained(make: Make, device: torch.device | str = "cpu") -> tuple[nn.Module, 
 
 def computed_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """State except captured tensors, which are kept unchanged."""
-    captured = ("inputs", "output_gradients", "uses", "use_eps")
+    captured = ("inputs", "output_gradients", "uses", "use_eps", "use_samples")
     return {key: value for key, value in state.items() if key.split(".")[0] not in captured}
 
 

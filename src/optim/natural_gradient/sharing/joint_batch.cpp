@@ -42,10 +42,10 @@ RankBatch NaturalGradientPlan::own_batch(bool refreshed) const {
   }
   own.source = !batch_->given_rows.empty() ? Source::kGiven
                : !refreshed                ? Source::kKept
-               : batch_->is_curvature      ? Source::kCurvature
+               : batch_->is_curvature()    ? Source::kCurvature
                                            : Source::kBackward;
   own.rows = batch_->rows();
-  own.samples = refreshed || own_samples_ == 0 ? batch_->samples() : own_samples_;
+  own.samples = batch_->samples();
   if (is_shared()) {
     distributed::Hash hash;
     for (const double rounding : gradient_roundings(all_params(), batch_->calls)) {
