@@ -15,7 +15,7 @@ from torch import Tensor
 from .._core.amp import unscaled_gradients
 from .._core.base import CoreOptimizer
 from .._core.checkpoint import as_tensors, own_state
-from .._core.parameters import State, check_unsharded, is_dtensor, parameter_name
+from .._core.parameters import State, is_dtensor, parameter_names
 from .._core.plan import Report, Snapshot, failures
 from .._core.process_groups import group_named
 from .shards import Numbers, Shards, group_of
@@ -66,12 +66,13 @@ class BlockedOptimizer(CoreOptimizer):
                 self._forget_derived()
 
     def _shardings(self, index: int, group: dict[str, Any]) -> list[Numbers]:
-        name = self._sharing.group_name
+        params = group["params"]
+        if not any(map(is_dtensor, params)):
+            return [[] for _ in params]
+        ranks = group_named(self._sharing.group_name)
         return [
-            self._shards.numbers_of(p, group_named(name), parameter_name(index, group, p))
-            if is_dtensor(p)
-            else []
-            for p in group["params"]
+            self._shards.numbers_of(p, ranks, name) if is_dtensor(p) else []
+            for p, name in zip(params, parameter_names(index, group), strict=True)
         ]
 
     # ---- the step
@@ -134,9 +135,7 @@ class BlockedOptimizer(CoreOptimizer):
         self._bound_to = None  # until all is done
         for index, group in enumerate(self.param_groups):
             self._check_changed_options(index, group)
-            for param in group["params"]:
-                if not self._has_state(param) and param.grad is not None:
-                    check_unsharded(param, parameter_name(index, group, param))
+        self._check_unsharded()
         groups = self._groups()
         self._shards.take_gradients()
         changed = self._plans.bind(*groups, all_with_state)
@@ -199,14 +198,14 @@ class BlockedOptimizer(CoreOptimizer):
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
         self._recognise_shards()
-        params = group["params"]
-        states = [as_tensors(saved.get(p, {}), parameter_name(index, group, p)) for p in params]
+        params, names = group["params"], parameter_names(index, group)
+        states = [as_tensors(saved.get(p, {}), n) for p, n in zip(params, names, strict=True)]
         shards = [self._shards.of(p) for p in params]
         shares: dict[Tensor, State] = {}
         for i, param in enumerate(params):
             if any(isinstance(value, StateShare) for value in states[i].values()):
                 shares[param] = loaded_share(
-                    parameter_name(index, group, param),
+                    names[i],
                     states[i],
                     own_state(self.state[param]) if self._has_state(param) else {},
                     self._plans.owners(shards[i]),

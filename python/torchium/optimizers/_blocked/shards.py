@@ -29,19 +29,16 @@ def group_of(groups: list[dict[str, Any]]) -> ProcessGroup | None:
     Raises ValueError if they have no process group, or if plain parameters are among them, whose gradients
     may differ between the ranks.
     """
-    named = [
-        (parameter_name(index, group, p), p)
-        for index, group in enumerate(groups)
-        for p in group["params"]
-    ]
-    meshes = [p.device_mesh for _, p in named if is_dtensor(p)]
+    meshes = [p.device_mesh for group in groups for p in group["params"] if is_dtensor(p)]
     if not meshes:
         return None
-    for name, param in named:
+    params = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
+    for index, param in params:
         if param.requires_grad and not is_dtensor(param):
             raise ValueError(
-                f"{name} is a plain tensor among DTensor parameters; make it one too, or, if all ranks "
-                "have the same gradients of it, pass process_group"
+                f"{parameter_name(index, groups[index], param)} is a plain tensor among DTensor "
+                "parameters; make it one too, or, if all ranks have the same gradients of it, pass "
+                "process_group"
             )
     mesh: DeviceMesh = max(meshes, key=lambda each: each.size())
     if mesh.ndim == 1:

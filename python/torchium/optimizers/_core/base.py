@@ -23,7 +23,9 @@ from .parameters import (
     State,
     check_parameter,
     check_params,
+    check_unsharded,
     parameter_name,
+    parameter_names,
 )
 from .plan import Report
 from .schedules import SCHEDULES, without_schedules
@@ -113,9 +115,9 @@ class CoreOptimizer(Optimizer):
         group.update(self._OPTIONS.checked(group))
         if len(set(group["params"])) != len(group["params"]):
             raise ValueError(f"params of group {index} hold a parameter more than once")
-        for param in group["params"]:
-            name = parameter_name(index, group, param)
+        for param, name in zip(group["params"], parameter_names(index, group), strict=True):
             check_parameter(param, name, takes_shards=self._can_share)
+        check_unsharded(index, group, group["params"])
         warn_of_ignored(
             type(self).__name__,
             [*self.param_groups, group],
@@ -190,6 +192,12 @@ class CoreOptimizer(Optimizer):
         if self._checked_options.get(index) != options:
             group.update(self._OPTIONS.checked(group))
             self._checked_options[index] = tuple(group[name] for name in self._OPTIONS.names)
+
+    def _check_unsharded(self) -> None:
+        """Of the parameters that the next step gives a state."""
+        for index, group in enumerate(self.param_groups):
+            fresh = (p for p in group["params"] if p.grad is not None and not self._has_state(p))
+            check_unsharded(index, group, fresh)
 
     def _has_state(self, param: Tensor) -> bool:
         return "step" in self.state.get(param, ())

@@ -21,7 +21,7 @@ from .amp import ScaledLoss, unscaled_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors
 from .curvature import as_number, check_curvature_arguments
-from .parameters import State, check_unsharded, parameter_name
+from .parameters import State, parameter_names
 from .plan import JointPlan, Report, Snapshot, failures
 from .process_groups import group_name, processes
 from .schedules import at_step, beside, new_group, schedules_in, without_functions
@@ -242,10 +242,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     def _complete_state(self, plan: JointPlan) -> None:
         """Checks everything, creates missing state, and plans the step."""
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if not self._has_state(param) and param.grad is not None:
-                    check_unsharded(param, parameter_name(index, group, param))
+        self._check_unsharded()
         self._bind(plan)
         changes = plan.core.missing_state()
         self._announce(plan)
@@ -329,9 +326,10 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         options = self._OPTIONS.values(group)
         count = sum(len(group["params"]) for group in self.param_groups)
         loaded: dict[Tensor, State] = {}
-        for param, values in saved.items():
-            name = parameter_name(index, group, param)
-            loaded[param] = core.load(param, as_tensors(values, name), options, count, name)
+        for param, name in zip(group["params"], parameter_names(index, group), strict=True):
+            if param in saved:
+                values = as_tensors(saved[param], name)
+                loaded[param] = core.load(param, values, options, count, name)
         return loaded
 
     def _forget_derived(self) -> None:

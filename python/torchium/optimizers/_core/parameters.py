@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ State = dict[str, Tensor]  # of one parameter
 
 
 def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> str:
-    """The parameter in messages: by its name if the optimizer was given names."""
+    """The parameter in a message: by its name if the optimizer was given names.
+
+    Searches the group: for all of its parameters, take :func:`parameter_names`.
+    """
     position = next((i for i, p in enumerate(group["params"]) if p is param), None)
     if param is None or position is None:
         return f"a parameter of group {index}"
@@ -62,17 +66,17 @@ def check_parameter(param: Tensor, name: str, *, takes_shards: bool = False) -> 
             "or use Shampoo, which takes DTensor parameters"
         )
     torch.ops.torchium.check_parameter(param, name)
-    check_unsharded(param, name)
 
 
-def check_unsharded(param: Tensor, name: str) -> None:
+def check_unsharded(index: int, group: dict[str, Any], params: Iterable[Tensor]) -> None:
     """Raises ValueError for flat shards of FullyShardedDataParallel, which have lost their shape."""
-    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
-        raise ValueError(
-            f"{name} is a flat shard of FullyShardedDataParallel, which has lost the shape that "
-            "preconditioners need; use fully_shard, whose DTensor parameters Shampoo takes, or train "
-            "in one process or with DistributedDataParallel"
-        )
+    for param in params:
+        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"{parameter_name(index, group, param)} is a flat shard of FullyShardedDataParallel, "
+                "which has lost the shape that preconditioners need; use fully_shard, whose DTensor "
+                "parameters Shampoo takes, or train in one process or with DistributedDataParallel"
+            )
 
 
 def _check_placements(param: Any, name: str) -> None:
