@@ -26,10 +26,11 @@ namespace torchium::linalg::detail {
 #ifdef TORCHIUM_WITH_CUDA
 namespace {
 
-constexpr int64_t kSmallest = 65;                    // cuSOLVER is faster below
-constexpr int64_t kPanel = 128;                      // reflectors that are applied together
-constexpr int64_t kMostElements = int64_t{1} << 28;  // of one workspace tensor
-constexpr int64_t kMostBlocks = 65535;               // of a grid's second dimension
+constexpr int64_t kSmallest = 65;       // cuSOLVER is faster below
+constexpr int64_t kPanel = 128;         // reflectors that are applied together
+constexpr int64_t kMostBlocks = 65535;  // of a grid's second dimension
+// Of the matrices that are solved at once: 40 bytes of workspace each, 640 MiB.
+constexpr int64_t kMostElements = int64_t{1} << 24;
 
 // A = Q T Q^T.
 struct Tridiagonal {
@@ -146,14 +147,14 @@ at::Tensor apply_reflectors(const at::Tensor& X, const at::Tensor& reflectors) {
 
 // On a device; asking the driver takes a millisecond.
 int64_t largest_order(c10::DeviceIndex device) {
-  static std::array<std::atomic<int>, C10_COMPILE_TIME_MAX_GPUS> one_more{};  // 0: not asked
-  int known = one_more[device].load(std::memory_order_relaxed) - 1;
+  static std::array<std::atomic<int>, C10_COMPILE_TIME_MAX_GPUS> plus_one{};  // 0: not asked yet
+  int known = plus_one[device].load(std::memory_order_relaxed) - 1;
   if (known < 0) {
     const c10::cuda::CUDAGuard device_guard(device);
     const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(device);
     known = cuda_kernels::largest_tridiagonalised(
         properties.major, properties.minor, static_cast<int>(properties.sharedMemPerBlockOptin));
-    one_more[device].store(known + 1, std::memory_order_relaxed);
+    plus_one[device].store(known + 1, std::memory_order_relaxed);
   }
   return known;
 }
