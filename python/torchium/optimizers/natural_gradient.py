@@ -67,9 +67,9 @@ class NaturalGradient(CapturingOptimizer):
     compute), GroupNorm and the projections of ``nn.MultiheadAttention`` of equal queries, keys and values,
     also if a weight is shared or a layer is used several times. Positions that are
     looked up must be expanded to ``[batch, ...]``. All layers must see the samples in the same order: one
-    that sorts or shuffles them, or receives time first where there are as many positions as samples, gives
-    a wrong Fisher matrix without an error, and so do statistics of the batch that are computed by hand
-    (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a
+    that sorts or shuffles them, or receives time first or looks up pairs of positions ``[T, T]`` (the
+    relative positions of T5) where there are as many positions as samples, gives a wrong Fisher matrix
+    without an error, and so do statistics of the batch that are computed by hand (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a
     layer in one backward pass are positions of the same samples, and no parts of a batch. Backward passes
     that reach the same call, as with ``retain_graph=True`` for several losses or with
     ``backward(inputs=...)``, are parts of the gradients of the same samples. Passes without ``backward()``
