@@ -55,7 +55,7 @@ struct Sorted {
   int order[kLargestTridiagonal];  // poles from the front, others from the back
 };
 
-// Parts the eigenvalues d of the halves into the poles of the merge and those that it leaves as
+// Divides the eigenvalues d of the halves into the poles of the merge and those that it leaves as
 // they are: where rho z_j is negligible, or can be made zero by a rotation with the pole before it
 // that adds a negligible entry d_j - d_i to the matrix (LAPACK's slaed2). One thread does it: what
 // is done with a pole depends on those before it.
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) deflate_kernel(TridiagonalMerge merg
   }
 }
 
-// f(mu) = 1 / rho + sum_j z_j^2 / (d_j - d_origin - mu), a root of which is an eigenvalue, parted
+// f(mu) = 1 / rho + sum_j z_j^2 / (d_j - d_origin - mu), a root of which is an eigenvalue, split
 // at the root; its derivatives; and the sum of the absolute values.
 struct Secular {
   double f, slope_before, slope_after, scale;
