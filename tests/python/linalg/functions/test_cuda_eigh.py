@@ -92,7 +92,7 @@ def test_batches_of_all_cases(n: int) -> None:
 def test_more_matrices_than_one_launch_takes() -> None:
     A = from_spectrum(line(65, 0.1, 1)).float().cuda() * torch.arange(1, 8301).cuda()[:, None, None]
     values, Q = eigh(A)
-    for part in (slice(0, 20), slice(8180, 8300)):
+    for part in (slice(0, 20), slice(3226, 3246), slice(8280, 8300)):
         assert_solves(A[part], values[part], Q[part])
 
 
