@@ -3,12 +3,11 @@
 #include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/eigenproblem/tridiagonalise.h"
 
-#include <cooperative_groups.h>
-
 namespace torchium::cuda_kernels {
 namespace {
 
 constexpr int kChunk = 128;  // columns that a warp reads at once, four per lane
+
 // How a cluster holds a matrix: its blocks own the rows in turn, `block_rows` each, and so do the
 // warps of a block: row (s warps + w) blocks + b is slot s of warp w of block b. The first
 // `registers` slots are in registers, the others in shared memory.
@@ -190,7 +189,7 @@ class Tridiagonalisation {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) x[i] = own(i) > 0 && own(i) < n ? A[own(i)] : 0;
     share(none, none, 1);
-    cooperative_groups::this_cluster().sync();
+    cluster_sync();
   }
 
   // Shares the vectors of the next step, whose reflector begins at `head`.

@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/inverse_root/newton_plan.cuh"
 #include "cuda_kernels/inverse_root/small_inverse_root.h"
 #include "cuda_kernels/split_gemm/split_mma.cuh"
@@ -170,11 +171,7 @@ class SmallRoot {
         sum += x;
         square = fmaf(x, x, square);
       }
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) {
-        sum += __shfl_xor_sync(0xffffffff, sum, offset);
-      }
-      most = fmaxf(most, sum);
+      most = fmaxf(most, warp_sum(sum));
     }
     most = reduce<N, false>(most, scratch_);
     square = reduce<N, true>(square, scratch_);

@@ -1,6 +1,7 @@
 // Passes over symmetric matrices in bands of 32 rows, and block-wide sums.
 #pragma once
 
+#include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/inverse_root/newton_plan.cuh"
 #include "cuda_kernels/split_gemm/split_matrices.h"
 
@@ -44,10 +45,6 @@ __device__ T combine_warp(T x, const Combine& combine) {
     x = combine(x, __shfl_xor_sync(0xffffffff, x, offset));
   }
   return x;
-}
-
-__device__ inline double warp_sum(double x) {
-  return combine_warp(x, [](double a, double b) { return a + b; });
 }
 
 // The same, in all threads of the block.

@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/krylov/row_block_product.h"
 
 #include <cstring>
@@ -71,10 +72,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int k = 0; k < B; ++k) {
-      T total = sum[r][k];
-      for (int offset = 16; offset > 0; offset /= 2) {
-        total += __shfl_xor_sync(0xffffffffu, total, offset);
-      }
+      const T total = warp_sum(sum[r][k]);
       if (lane == 0 && first + r < m && k < count) Y[k * m + first + r] = total;
     }
   }

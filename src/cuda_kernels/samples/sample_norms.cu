@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/samples/sample_norms.h"
 
 namespace torchium::cuda_kernels {
@@ -5,12 +6,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-
-__device__ double sum_of_warp(double x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
-  return x;
-}
 
 // The sum over a warp of x[i] or its square, in every lane.
 template <bool squared>
@@ -21,7 +16,7 @@ __device__ double sum_of_row(const float* x, int size, int lane) {
     const double element = x[i];
     sum += squared ? element * element : element;
   }
-  return sum_of_warp(sum);
+  return warp_sum(sum);
 }
 
 __device__ double squared_norm(const NormTerm& term, int64_t sample, int lane) {

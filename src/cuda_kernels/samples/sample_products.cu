@@ -1,5 +1,6 @@
 #include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/processor_count.h"
+#include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/samples/sample_products.h"
 #include "cuda_kernels/split_gemm/batched_product_block.cuh"
 #include "cuda_kernels/split_gemm/batched_product_consumer.cuh"
@@ -135,8 +136,7 @@ class SampleConsumer : public Consumer<kProduct, false> {
       const float element = x[i] * target.down;
       sum = fmaf(element, element, sum);
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    sum = warp_sum(sum);
     const int64_t index = int64_t{tile.matrix} * tile.product.tiles_of_matrix + tile.index;
     if (this->lane_ == 0) {
       target.squares[index * kSquaresOfTile + this->group_ * 4 + this->warp_] = sum;

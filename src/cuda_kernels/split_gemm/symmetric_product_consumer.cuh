@@ -1,6 +1,7 @@
 // The warpgroups that compute symmetric products.
 #pragma once
 
+#include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/common/wgmma.cuh"
 #include "cuda_kernels/split_gemm/split_mma.cuh"
 #include "cuda_kernels/split_gemm/symmetric_product_block.cuh"
@@ -117,10 +118,7 @@ class Consumer {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum = fmaf(x[i], x[i], sum);
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, offset);
-    }
+    sum = warp_sum(sum);
     if (lane_ != 0) return;
     const int row = tile.row / kTile;
     const int index =
