@@ -63,7 +63,7 @@ class OptionList:
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """All but ``lr`` as plain Python; raises ValueError for one that is wrong."""
         plain = {name: self._plain(name, options[name]) for name in self.names}
-        self._refuse_wrong(self.values(plain), options)
+        self._refuse_wrong(tuple(chain.from_iterable(plain.items())), options)
         return plain
 
     def checked_one(self, name: str, value: Any) -> Any:
