@@ -359,7 +359,7 @@ def test_a_second_pass_after_the_first_was_discarded_does_not_warn(make, clears)
     [
         ("eager", False, nn.Module.parameters),
         ("aot_eager", False, lambda m: m),
-        ("eager", True, nn.Module.parameters),
+        ("aot_eager", True, nn.Module.parameters),
     ],
     ids=["eager", "aot_eager", "compiled_first"],
 )
