@@ -326,6 +326,7 @@ def test_a_grad_scaler_skips_replayed_steps(unscales):
                 scaler.unscale_(each.optimizer)
             scaler.step(each.optimizer)
             scaler.update()
+            torch.cuda.synchronize()  # so that the next refresh follows the skip in both runs
     assert runs[0].graphs == 1
     assert_both_same(runs)
     step = next(iter(runs[0].optimizer.state.values()))["step"]
@@ -339,6 +340,7 @@ def test_skipped_steps_are_reported():
         each.backward(6)
         next(each.model.parameters()).grad[3, 3] = float("nan")
         each.optimizer.step()
+        torch.cuda.synchronize()  # so that the next refresh follows the skip in both runs
         each.train(7, 2)
     assert_both_same(runs)
     run = runs[0]
