@@ -13,6 +13,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <cuda_runtime_api.h>
 #endif
@@ -39,8 +40,10 @@ at::Tensor frobenius_norms(const at::Tensor& X) {
   return at::where(norms > 0, norms, at::ones_like(norms));
 }
 
-// out <- alpha A B + beta out. By cuBLAS itself on a device: these are up to 84 products, and
-// torch's operators take longer to launch each than the device to compute it.
+// The host launches products and copies itself: through torch's operators it would take longer than
+// the device needs for them.
+
+// out <- alpha A B + beta out
 void multiply(at::Tensor& out, const at::Tensor& A, const at::Tensor& B, ProductScale scale = {}) {
 #ifdef TORCHIUM_WITH_CUDA
   if (out.is_cuda()) {
@@ -49,6 +52,19 @@ void multiply(at::Tensor& out, const at::Tensor& A, const at::Tensor& B, Product
   }
 #endif
   out.baddbmm_(A, B, scale.beta, scale.alpha);
+}
+
+// Both contiguous.
+void copy(at::Tensor& to, const at::Tensor& from) {
+#ifdef TORCHIUM_WITH_CUDA
+  if (to.is_cuda()) {
+    C10_CUDA_CHECK(cudaMemcpyAsync(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes(),
+                                   cudaMemcpyDeviceToDevice,
+                                   c10::cuda::getCurrentCUDAStream(to.get_device())));
+    return;
+  }
+#endif
+  to.copy_(from);
 }
 
 }  // namespace
@@ -72,12 +88,12 @@ at::Tensor polar_iteration(const at::Tensor& X, double rcond) {
     const auto [a, b, c] = (*steps)[k];
     if (k > 0) {
       multiply(G, Y.mT(), Y);
-      W.copy_(G);
+      copy(W, G);
       multiply(W, G, G, {.alpha = c, .beta = b});
     } else {
       at::add_out(W, b * G, S, c);
     }
-    Y_of_step.copy_(Y);
+    copy(Y_of_step, Y);
     multiply(Y_of_step, Y, W, {.alpha = 1, .beta = a});
     std::swap(Y, Y_of_step);
   }

@@ -165,21 +165,21 @@ KrylovProcess::Snapshot KrylovProcess::snapshot() const {
 
 void KrylovProcess::check_projection(const at::Tensor& H) const {
   const char* name = method_name(symmetric_);
-  TORCH_CHECK_VALUE(at::isfinite(H).all().item<bool>(), name,
+  const double norm = H.norm().item<double>();
+  TORCH_CHECK_VALUE(std::isfinite(norm) || at::isfinite(H).all().item<bool>(), name,
                     ": a product of the operator is not finite.");
   if (symmetric_) {
     const double asymmetry = (H - H.mT()).norm().item<double>() / 2;
-    const double noise = 10 * std::sqrt(epsilon_) * H.norm().item<double>();
-    TORCH_CHECK_VALUE(asymmetry <= noise, name,
+    TORCH_CHECK_VALUE(asymmetry <= 10 * std::sqrt(epsilon_) * norm, name,
                       ": the operator is not symmetric: |H - H^T| / 2 is ", asymmetry,
-                      " for a projection H of norm ", H.norm().item<double>(), "; use arnoldi.");
+                      " for a projection H of norm ", norm, "; use arnoldi.");
   }
 }
 
 void KrylovProcess::solve_densely(const at::Tensor& A) {
   const at::Tensor H = A.to(at::kCPU, at::kDouble);
   check_projection(H);
-  finish(ritz_pairs(H, at::zeros({1, n_}, H.options()), symmetric_, options_.which));
+  finish(ritz_pairs(H, at::zeros({1, n_}, H.options()), k_, symmetric_, options_.which));
 }
 
 // Whether the pairs have converged, or are rounding errors that do not fall any more: each restart
@@ -187,7 +187,7 @@ void KrylovProcess::solve_densely(const at::Tensor& A) {
 // missing if the residual falls as since the last check; it mostly falls faster.
 bool KrylovProcess::has_converged(const RitzPairs& pairs, int64_t step) {
   const double unit = pairs.values.abs().max().item<double>();
-  const double residual = pairs.residuals.narrow(0, 0, k_).max().item<double>();
+  const double residual = pairs.residuals.max().item<double>();
   if (residual <= tol_ * unit) return true;
   const double relative = residual / unit;
   const double noise = kRoundingErrors * epsilon_;
@@ -213,7 +213,7 @@ bool KrylovProcess::check(Snapshot snapshot) {
   H_ = projection.narrow(0, 0, size);
   B_ = projection.narrow(0, size, block_);
   check_projection(H_);
-  pairs_ = ritz_pairs(H_, B_, symmetric_, options_.which);
+  pairs_ = ritz_pairs(H_, B_, k_, symmetric_, options_.which);
   pairs_.residuals += restart_error_;
   const bool is_last = space_->is_full() && restarts_ == options_.max_restarts;
   if (size >= k_ && (has_converged(pairs_, snapshot.step) || is_last)) {
@@ -235,9 +235,12 @@ void KrylovProcess::restart() {
 void KrylovProcess::finish(const RitzPairs& pairs) {
   const at::Tensor values = pairs.values.narrow(0, 0, k_);
   const at::Tensor small = pairs.vectors.narrow(1, 0, k_);
-  const at::Tensor residuals = pairs.residuals.narrow(0, 0, k_);
-  const at::Tensor converged = residuals <= tol_ * pairs.values.abs().max();
-  const auto on_device = [&](const at::Tensor& x) { return x.to(tensor_options_); };
+  const at::Tensor converged = pairs.residuals <= tol_ * pairs.values.abs().max();
+  const at::Device device = tensor_options_.device();
+  const auto sent = [&](const at::Tensor& x) {
+    return device.is_cpu() ? x : x.pin_memory().to(device, /*non_blocking=*/true);
+  };
+  const auto on_device = [&](const at::Tensor& x) { return sent(x.to(tensor_options_.dtype())); };
   const auto combined = [&](const at::Tensor& x) {
     return solves_densely() ? on_device(x) : space_->combined(on_device(x));
   };
@@ -254,7 +257,7 @@ void KrylovProcess::finish(const RitzPairs& pairs) {
   const at::Tensor eigenvalues =
       is_complex ? at::complex(on_device(at::real(values)), on_device(at::imag(values)))
                  : on_device(values);
-  result_ = {eigenvalues, vectors, on_device(residuals), converged.to(tensor_options_.device())};
+  result_ = {eigenvalues, vectors, on_device(pairs.residuals), sent(converged)};
   space_.reset();
 }
 

@@ -12,13 +12,14 @@ namespace torchium::linalg::detail {
 struct RitzPairs {
   at::Tensor values;   // [m], the most wanted first; complex for a general projection
   at::Tensor vectors;  // [m, m], columns of norm 1
-  // [m]: |A V x - theta V x| = |[H x - theta x; B x]|. H x is not theta x where a symmetric problem
-  // was asked for and H is not quite symmetric.
+  // [min(k, m)]: |A V x - theta V x| = |[H x - theta x; B x]|. H x is not theta x where a symmetric
+  // problem was asked for and H is not quite symmetric.
   at::Tensor residuals;
 };
 
-// H [m, m], B [b, m]: see KrylovSpace. which: "LA", "SA", "LM", "LR", "SR" or "LI".
-RitzPairs ritz_pairs(const at::Tensor& H, const at::Tensor& B, bool symmetric,
+// H [m, m], B [b, m]: see KrylovSpace. k: pairs that are wanted. which: "LA", "SA", "LM", "LR",
+// "SR" or "LI".
+RitzPairs ritz_pairs(const at::Tensor& H, const at::Tensor& B, int64_t k, bool symmetric,
                      const std::string& which);
 
 struct RestartSpace {

@@ -131,11 +131,7 @@ BlockStorage make_block_storage(at::TensorList params, const std::vector<Blockin
     const auto options = at::TensorOptions().device(param.device()).dtype(state_dtype(param));
     result.statistics.push_back(at::zeros({count, n, n}, options));
     const auto of_roots = root_dtype.has_value() ? options.dtype(at::kBFloat16) : options;
-    // On the device "meta" (for shapes alone) PyTorch computes at::eye() in Python, in
-    // milliseconds.
-    result.roots.push_back(param.is_meta()
-                               ? at::empty({count, n, n}, of_roots)
-                               : at::eye(n, of_roots).expand({count, n, n}).contiguous());
+    result.roots.push_back(identities(count, n, of_roots));
     result.root_failures.push_back(at::zeros({count}, options.dtype(at::kInt)));
   }
   return result;

@@ -96,7 +96,13 @@ bool ParameterState::is_same(const ParameterState& other) const {
 }
 
 at::Tensor parameter_shaped_zeros(const at::Tensor& param) {
-  return at::zeros_like(param, param.options().dtype(state_dtype(param)).requires_grad(false));
+  const auto options = param.options().dtype(state_dtype(param)).requires_grad(false);
+  return param.is_meta() ? at::empty(param.sizes(), options) : at::zeros_like(param, options);
+}
+
+at::Tensor identities(int64_t count, int64_t n, const at::TensorOptions& options) {
+  return options.device().is_meta() ? at::empty({count, n, n}, options)
+                                    : at::eye(n, options).expand({count, n, n}).contiguous();
 }
 
 std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member) {

@@ -62,7 +62,12 @@ using StateList = std::vector<ParameterState>;
 // One member of each state.
 std::vector<at::Tensor> list_of(const StateList& states, at::Tensor ParameterState::*member);
 
+// State that is created. On the device "meta" only its shape counts, and PyTorch would compute
+// zeros and identities in Python.
+
 // Zeros with the shape and memory format of the parameter, in its state dtype.
 at::Tensor parameter_shaped_zeros(const at::Tensor& param);
+// [count, n, n], each with its own memory.
+at::Tensor identities(int64_t count, int64_t n, const at::TensorOptions& options);
 
 }  // namespace torchium::optim::detail

@@ -144,13 +144,12 @@ void reset_roots(KFACParamState& state, const at::Tensor& weight, const FactorLa
   const int64_t a = layout.order_A(weight);
   const int64_t o = layout.order_G(weight);
   const auto options = at::TensorOptions(state_dtype(weight)).device(weight.device());
-  // Each group has its own memory, because expanded identities must not be written to.
-  const auto identities = [&](int64_t n, bool diagonal) {
-    return diagonal ? at::ones({groups, n}, options)
-                    : at::eye(n, options).expand({groups, n, n}).contiguous();
+  const auto identity = [&](int64_t n, Structure structure) {
+    return structure == Structure::kDiagonal ? at::ones({groups, n}, options)
+                                             : identities(groups, n, options);
   };
-  const at::Tensor A_root = identities(a, layout.structures.A == Structure::kDiagonal);
-  const at::Tensor G_root = identities(o, layout.structures.G == Structure::kDiagonal);
+  const at::Tensor A_root = identity(a, layout.structures.A);
+  const at::Tensor G_root = identity(o, layout.structures.G);
   state.root_failures(at::zeros({2}, options.dtype(at::kInt)));
   drop_roots(state);
   if (damping_split == "exact") {
