@@ -39,10 +39,10 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 ///
 /// @param model owns the parameters; frozen ones are left out.
 /// @param forward inputs [batch, ...] -> output [batch, ...]; called on batches of one too.
-/// @param loss_fn (output [1, ...], target [1, ...]) -> one number. If for a batch it returns
-/// [batch],
-///   the loss of each sample (reduction `torch::kNone`), it is called for the batch and its halves
-///   instead of each sample; losses that differ between the two are not used.
+/// @param loss_fn (output [1, ...], target [1, ...]) -> one number. One call under vmap evaluates
+///   it for all samples; a function that reads values is called for each sample. If it returns
+///   [batch] for a batch, the loss of each sample (reduction `torch::kNone`), it is called for the
+///   batch and its halves instead; losses that differ between the two are not used.
 /// @param inputs, targets [batch, ...].
 /// @return name -> [batch, shape of the parameter...], in the parameter's dtype and the order of
 ///   named_parameters(); a shared parameter under its first name.

@@ -4,6 +4,7 @@
 #include "gradients/capture/operator_capture.h"
 #include "gradients/per_sample/kept_state.h"
 #include "gradients/per_sample/sample_checks.h"
+#include "support/vmap_level.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -160,12 +161,25 @@ bool SampleLoss::depend_on_the_batch(const at::Tensor& losses, const at::Tensor&
   return !rows_agree(losses.unsqueeze(1), at::cat(of_halves).unsqueeze(1));
 }
 
+at::Tensor SampleLoss::vmapped(const at::Tensor& output) const {
+  const torchium::detail::VmapLevel level(samples());
+  try {
+    return level.all(of(level.batched(output.unsqueeze(1)), level.batched(targets_.unsqueeze(1))));
+  } catch (const std::exception&) {  // single samples raise again what is not of vmap
+    return {};
+  }
+}
+
 at::Tensor SampleLoss::of_each(const at::Tensor& output) const {
   if (samples() > 1) {
     at::Tensor losses = of_batch(output, targets_);
     if (losses.defined() && !depend_on_the_batch(losses, output)) {
       return losses;
     }
+  }
+  at::Tensor at_once = vmapped(output);
+  if (at_once.defined()) {
+    return at_once;
   }
   std::vector<at::Tensor> losses;
   for (const auto i : c10::irange(samples())) {

@@ -32,7 +32,7 @@ class SampleLoss {
   // Of one sample, as a batch of one: 0-dim.
   at::Tensor of(const at::Tensor& output, const at::Tensor& target) const;
   // Of each sample: [batch]. From one call of the loss function for the batch if that returns one
-  // number per sample, the same for each half of the batch.
+  // number per sample, the same for each half of the batch, or else from one call under vmap.
   at::Tensor of_each(const at::Tensor& output) const;
 
  private:
@@ -41,6 +41,9 @@ class SampleLoss {
   // Whether halves of the batch have other losses than these, as with weights by a maximum or a sum
   // over the batch.
   bool depend_on_the_batch(const at::Tensor& losses, const at::Tensor& output) const;
+  // Undefined if the loss function is not made of operators that can be batched, for example
+  // because it reads values.
+  at::Tensor vmapped(const at::Tensor& output) const;
 
   const torch::nn::Module& model_;
   const ForwardFunction& forward_;
