@@ -132,7 +132,8 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   /// The ranks that share the step, where parameters and gradients are the same on all of them.
   /// Each keeps the state of its own blocks and computes their directions, which all gather. All
   /// ranks must call step(), and save(), which then writes the whole state on each. Null: no group,
-  /// this process takes the whole step.
+  /// this process takes the whole step. Several processes without a group repeat the step: Python
+  /// warns of that, C++ does not, because it has no list of process groups.
   ShampooOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
   /// Null: none.
   const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
