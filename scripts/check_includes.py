@@ -3,7 +3,7 @@
 support <- distributed <- cuda_kernels <- linalg <- gradients <- optim <- ops <- torchium_cpp (C++)
 torchium_cpp <- torchium (Python)
 
-Inside a layer folders have an order too (FOLDERS); those of one row do not include each other.
+Inside a layer folders have an order too (FOLDERS), each a place in it; those of one row do not include each other.
 A kernel moreover includes no tensor header (neither ATen nor torch), and no layer below torchium_cpp
 includes Python or pybind11. Public headers count as the layer that they belong to.
 usage: check_includes.py [ROOT]
@@ -38,7 +38,15 @@ FOLDERS = {
     "cuda_kernels": [
         {"common"},
         {"split_gemm"},
-        {"inverse_root", "optimizer_step", "factors", "samples", "kronecker", "krylov"},
+        {
+            "inverse_root",
+            "eigenproblem",
+            "optimizer_step",
+            "factors",
+            "samples",
+            "kronecker",
+            "krylov",
+        },
     ],
     "linalg": [
         {"common"},
@@ -110,12 +118,22 @@ def problems_of(source: str, text: str) -> list[str]:
         if layer != "torchium_cpp" and included.startswith(PYTHON_HEADERS):
             found.append(f"{source}: includes {included}, but only torchium_cpp knows Python")
         if layer == "cuda_kernels" and included.startswith(TENSOR_HEADERS):
-            found.append(f"{source}: includes {included}, but a kernel knows no tensor")
+            found.append(f"{source}: includes {included}, but kernels must not depend on tensors")
     return found
 
 
+def unordered_folders(root: Path) -> list[str]:
+    """Folders of layers with an order that have no place in it."""
+    return [
+        f"src/{layer}/{path.name}: has no place in FOLDERS of this script"
+        for layer, rows in FOLDERS.items()
+        for path in sorted((root / "src" / layer).iterdir())
+        if path.is_dir() and path.name not in set().union(*rows)
+    ]
+
+
 def main(root: Path) -> int:
-    problems = []
+    problems = unordered_folders(root)
     files = [
         path
         for folder in ("include", "src", "python")
