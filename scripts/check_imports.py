@@ -11,8 +11,6 @@ from pathlib import Path
 
 # (folder, where imports of it start), each a set of modules of its own.
 FOLDERS = (("python/torchium", "python"), ("benchmarks", "benchmarks"))
-# Shampoo.from_adamw() returns its subclass.
-ALLOWED = {("torchium.optimizers.shampoo", "torchium.optimizers.shampoo_w")}
 
 
 def name_of(path: Path) -> str:
@@ -45,7 +43,7 @@ def circle(folder: Path, start: Path) -> list[str]:
         known = (imported(ast.parse(path.read_text()), package) & paths.keys()) - {name}
         # The packages that hold a module import it, and are imported before it all the same.
         own = {".".join(package[:depth]) for depth in range(1, len(package) + 1)}
-        graph[name] = {other for other in known - own if (name, other) not in ALLOWED}
+        graph[name] = known - own
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -12,8 +12,7 @@ from .kfac import KFACReport as KFACReport
 from .kfac_preconditioner import KFACPreconditioner
 from .natural_gradient import NaturalGradient
 from .natural_gradient import NaturalGradientReport as NaturalGradientReport
-from .shampoo import Shampoo
-from .shampoo_w import ShampooW
+from .shampoo import Shampoo, ShampooW
 
 __all__ = [
     "KFAC",
