@@ -150,12 +150,14 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   /// ekfac: [groups, o / groups, a], average of the squares of U_G^T D U_A over samples, with D
   /// their gradients and U the eigenvectors; the product of the eigenvalues until the first update.
   TORCH_ARG(at::Tensor, second_moments);
-  /// ekfac: updates of second_moments so far: 0-dim float32.
+  /// ekfac: updates of second_moments so far: 0-dim float32, see factor_updates.
   TORCH_ARG(at::Tensor, moment_updates);
   /// A norm's weight with C elements: [C, 2, 2], or [C, 1, 1] without a bias; average over samples
   /// of (u, v) (u, v)^T for the gradients u of the weight and v of the bias, element by element.
   TORCH_ARG(at::Tensor, fisher_blocks);
-  /// Updates of the factors so far: 0-dim float32.
+  /// Updates k of the factors so far: 0-dim float32. It stops at 2^24, which is harmless: it only
+  /// enters the decay min(1 - 1/k, stat_decay) and the test for the first update. With
+  /// stat_decay = 1 the mean becomes a running average over about 2^24 updates from then on.
   TORCH_ARG(at::Tensor, factor_updates);
   /// Consecutive failures to invert A and G, or to correct K and C: int32 [2].
   TORCH_ARG(at::Tensor, root_failures);
