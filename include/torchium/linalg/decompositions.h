@@ -60,11 +60,12 @@ struct SingularValues {
 
 // A = U S V^T for A [..., m, n], with k = min(m, n).
 //
-// In float32 and 16 bits on a GPU with fast float64 all matrices at once, without a host wait: from
-// the polar factor, in float64, and the eigenproblem of H (Higham and Papadimitriou 1994). Errors
-// are those of float32 symmetric eigenproblems. Measured at k = 1024, in units of epsilon, and of
-// the largest singular value where it counts: 13 of S, 44 of U S V^T, 17 of U^T U and V^T V.
-// Elsewhere by at::linalg_svd. A matrix with NaN or Inf yields NaN.
+// On a GPU with fast float64, float32 and 16-bit matrices are solved all at once, without a host
+// wait, from the polar factor in float64 and the eigenproblem of H (Higham and Papadimitriou 1994).
+// Errors are those of float32 symmetric eigenproblems. Measured at k = 1024, in units of epsilon
+// (for S and U S V^T, times the largest singular value): 2 of S, 13 of U S V^T, 8 of U^T U and of
+// V^T V (benchmarks/results/linalg_h200.md). All others take at::linalg_svd. A matrix with NaN or
+// Inf yields NaN.
 TORCHIUM_API SingularValues svd(const at::Tensor& A);
 
 }  // namespace torchium::linalg
