@@ -15,6 +15,7 @@ BENCHMARKS = (
     "kfac_cpu.py",
     "natural_gradient_cpu.py",
     "curvature.py",
+    "roots_accuracy.py",
     "roots_cpu.py",
     "linalg.py",
     "operators.py",
