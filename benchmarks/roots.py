@@ -258,7 +258,7 @@ def main() -> int:
     report = Report(f"Inverse fourth roots on {name}")
     roofs = Roofs.measure(clock)
     report.write(
-        f"Measured in this run: memory {roofs.memory:.0f} GB/s, fp16 {roofs.peak:.3g} TFLOP/s "
+        f"Measured in this run: memory {roofs.memory:.4g} GB/s, fp16 {roofs.peak:.3g} TFLOP/s "
         f"(a copy, and a product of order 8192)."
     )
     benchmark = Benchmark(clock, report, roofs)
