@@ -18,7 +18,7 @@ _stance: Any = None  # ``torch.compiler.set_stance`` of the first of them
 
 
 def forget_compiled() -> None:
-    """Lets all compiled code be compiled anew, with the hooks that exist then."""
+    """Makes all compiled code compile again, with the hooks that exist then."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset_code_caches()
@@ -26,10 +26,10 @@ def forget_compiled() -> None:
 
 @contextmanager
 def run_uncompiled() -> Iterator[None]:
-    """Within it code runs as if it had not been compiled; afterwards it need not be compiled anew.
+    """Within it code runs as if it had not been compiled; afterwards it need not be compiled again.
 
     ``torch.cond`` and its like compile themselves, and do not run uncompiled. Where nothing else has been
-    compiled, all is compiled anew instead.
+    compiled, all is compiled again instead.
     """
     global _blocks
     with _lock:

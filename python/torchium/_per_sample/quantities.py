@@ -92,7 +92,7 @@ def gram(
     Args:
         model, loss_fn, inputs, targets: as for :func:`per_sample_gradients`.
         max_workspace_bytes: bounds the gradients that exist at a time for models that need explicit
-            gradients. If it is too small for all, those of each pair of chunks are computed anew.
+            gradients. If it is too small for all, those of each pair of chunks are computed again.
             The workspace of layers that do not need them is at most 100 MB, on a GPU 1 GB.
 
     Returns:

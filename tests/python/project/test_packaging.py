@@ -357,7 +357,7 @@ print(build_meta.build_sdist({str(tmp_path)!r}))
 
 
 class TestStubs:
-    """The stubs of `_C` are written by hand: pybind11 knows no shapes and few types."""
+    """The stubs of `_C` are written by hand: pybind11 has no shapes and few types."""
 
     FOLDER = ROOT / "python/torchium_cpp/_C"
 

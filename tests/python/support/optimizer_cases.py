@@ -174,7 +174,7 @@ def assert_same(actual: object, expected: object) -> None:
 
 
 def assert_goes_on_as_a_copy(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
-    """A copy has no plans yet, so it checks everything anew."""
+    """A copy has no plans yet, so it checks everything again."""
     other, other_optimizer = copy.deepcopy((model, optimizer))
     run(model, optimizer, 50, steps)
     run(other, other_optimizer, 50, steps)

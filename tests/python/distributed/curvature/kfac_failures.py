@@ -277,7 +277,7 @@ def failed_roots_raise_on_all_ranks(ranks: int) -> None:
 
 @case(3)
 def inverses_that_one_rank_has_lost(ranks: int) -> None:
-    """All ranks make them anew together."""
+    """All ranks make them again together."""
     states = []
     for loses in (False, True):
         model, optimizer = shared(steps=range(2), TInv=100)
@@ -360,7 +360,7 @@ def copies_and_pickles_go_on(ranks: int) -> None:
 
 @case(3)
 def the_whole_state_of_copies(ranks: int) -> None:
-    """Before their first step, when they know no owners."""
+    """Before their first step, when they have no owners yet."""
     for fraction in (0.5, 0.01):
         model, optimizer = shared(steps=range(3), grad_worker_fraction=fraction)
         expected = state_of(model, optimizer)
