@@ -63,7 +63,7 @@ if(NOT TORCHIUM_CUDA STREQUAL "OFF")
     find_package(CUDAToolkit REQUIRED)
     set(TORCHIUM_WITH_CUDA ON)
     torchium_warn_of_plain_hopper("${CMAKE_CUDA_ARCHITECTURES}")
-    set(CMAKE_CUDA_STANDARD 17) # CMake 3.25 knows no flag for C++20 of nvcc; kernels do not need it
+    set(CMAKE_CUDA_STANDARD 17) # CMake 3.25 has no flag for C++20 of nvcc; kernels do not need it
     message(STATUS "TORCHIUM_CUDA=${TORCHIUM_CUDA}: building CUDA kernels with ${CMAKE_CUDA_COMPILER} "
                    "${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
   elseif(TORCHIUM_CUDA STREQUAL "ON")

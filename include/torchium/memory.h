@@ -31,7 +31,7 @@ TORCHIUM_API CudaMemoryInfo cuda_memory_info(std::optional<c10::Device> device =
 // process's control group if it is less.
 TORCHIUM_API int64_t free_memory(c10::Device device);
 
-// What there is and what is used. A CPU has no allocated and cached memory of its own here: zero.
+// Total, available and used memory. `allocated` and `cached` of a CPU are zero.
 struct MemoryInfo {
   int64_t total = 0;             // of the device, or of the machine
   int64_t available = 0;         // free_memory(device)

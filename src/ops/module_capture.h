@@ -28,7 +28,7 @@ class ModuleCapture : public torch::CustomClassHolder {
   ModuleCapture(int64_t number, bool keeps);
 
   void watch(const std::vector<at::Tensor>& params);
-  // Layers have numbers 0, 1, ... A layer may be described anew.
+  // Layers have numbers 0, 1, ... A layer may be described again.
   // row: of a call (gradients/capture/layer_call.h), whose kind and settings count; empty: not
   // known to the core. padding, adds_height, moves_channels: ModuleLayer. weight, bias: of its
   // calls; kept alive. mean, variance: the buffers of a batch norm that uses them; each call copies

@@ -34,13 +34,14 @@ TORCHIUM_API at::Tensor spd_logdet(const at::Tensor& A, double damping = 0.0);
 
 // U V^T for A = U S V^T, the orthonormal matrix closest to A: [..., m, n] -> [..., m, n].
 //
-// Singular values above rcond times the largest become one, smaller ones a number up to one, also
-// zeros that are rounding errors. rcond: above 0 and below 1; default, and least: epsilon(dtype),
-// of float32 for 16 bits. A matrix with NaN or Inf yields NaN.
+// Singular values above rcond times the largest become one. Smaller ones, among them zeros that
+// rounding errors hide, become a number up to one. rcond is above 0 and below 1; its default and
+// least value is epsilon(dtype), that of float32 for 16-bit matrices. A matrix with NaN or Inf
+// yields NaN.
 //
-// In float32 and 16 bits on a GPU with fast float64 (compute capability 8.0, 9.0 or 10.0) by
+// Float32 and 16-bit matrices on a GPU with fast float64 (compute capability 8.0, 9.0 or 10.0) take
 // products in float64, without a host wait: 15 steps of three products by default, 7 with rcond =
-// 0.01 (Polar Express, Amsel et al. 2025, arXiv 2505.16932). Elsewhere by at::linalg_svd.
+// 0.01 (Polar Express, Amsel et al. 2025, arXiv 2505.16932). All others take at::linalg_svd.
 TORCHIUM_API at::Tensor orthogonalize(const at::Tensor& A,
                                       std::optional<double> rcond = std::nullopt);
 

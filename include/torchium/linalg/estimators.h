@@ -3,9 +3,9 @@
 //
 // The signs follow from `seed` by a counter-based generator and are equal on every device; no
 // global random state is read or changed. Each product has `block_size` columns. Values are
-// float64 but for diagonals, which have the operator's dtype. Without `tol` the host never waits.
-// Many wide products of a large dense float32 matrix run on Hopper's tensor cores at float32's own
-// error, if the workspace holds a copy of the matrix.
+// float64, except for diagonals, which have the operator's dtype. Without `tol` the host never
+// waits. Many wide products of a large dense float32 matrix run on Hopper's tensor cores at
+// float32's own error, if the workspace holds a copy of the matrix.
 #pragma once
 
 #include <torchium/export.h>
@@ -48,9 +48,9 @@ TORCHIUM_API StochasticEstimate hutchpp(const LinearOperator& A, int64_t num_pro
                                         uint64_t seed = 0);
 
 // diag A of a symmetric A by XDiag (Epperly, Tropp and Webber 2024, "XTrace: making the most of
-// every sample in stochastic trace estimation", section 2.4): every sample serves for the range and
-// for the complement of the others'. num_products: even, at least 4 (or 2 n, if that is
-// less), at most 2 n; none: 100, or 2 n if that is less.
+// every sample in stochastic trace estimation", section 2.4): every sample serves both for the
+// range and for the complement of the range of the others. num_products: even, at least 4 (or 2 n,
+// if that is less), at most 2 n; none: 100, or 2 n if that is less.
 TORCHIUM_API StochasticEstimate xdiag(const LinearOperator& A,
                                       std::optional<int64_t> num_products = std::nullopt,
                                       uint64_t seed = 0);

@@ -25,7 +25,7 @@ struct KrylovOptions {
   // imaginary part in magnitude).
   std::string which;
   // Columns per product; at least the multiplicity sought. Default: those of `start`, or 8 for a
-  // dense float32 matrix on a GPU, which reads it no slower than for one, otherwise 1.
+  // dense float32 matrix on a GPU, which multiplies 8 columns as fast as one, otherwise 1.
   std::optional<int64_t> block_size;
   // Columns of V. Default: max(2 k + 1, 20, 10 block_size) + 2 block_size.
   std::optional<int64_t> max_basis;

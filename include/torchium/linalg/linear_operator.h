@@ -10,7 +10,7 @@
 // Products with dense tensors are differentiable, as are functions that follow from the structure.
 // Iterative methods raise an error if their operand, or the operator, requires grad. Every error is
 // a c10::ValueError. Tests for singular matrices, and iterative methods, make the host wait for a
-// GPU. Autocast has no effect, also not on products of functions.
+// GPU. Autocast has no effect, not even on products that are functions.
 #pragma once
 
 #include <torchium/export.h>
@@ -98,7 +98,7 @@ class TORCHIUM_API LinearOperator {
 
   // k eigenvalues [k] and eigenvectors [n, k] of norm 1 of a single matrix (default: all), the most
   // wanted first: `which` as for lanczos (symmetric, real results) and arnoldi (others, complex);
-  // default "LM". Exact where structure or a dense matrix give them.
+  // default "LM". Exact where structure or a dense matrix gives them.
   std::tuple<at::Tensor, at::Tensor> eigs(std::optional<int64_t> k = std::nullopt,
                                           const std::string& which = "LM") const;
 

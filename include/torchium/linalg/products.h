@@ -30,7 +30,7 @@ TORCHIUM_API at::Tensor kron(const at::Tensor& A, const at::Tensor& B);
 TORCHIUM_API at::Tensor kron_matmul(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X);
 
 // The same for each A[i], B[i] and X[i] of three lists of one length. CUDA tensors without leading
-// dimensions take two launches for some 300 pairs of any shapes, if no derivative is asked. All
+// dimensions take two launches for some 300 pairs of any shapes, if no derivative is needed. All
 // others of the same shapes, dtype and device are multiplied together.
 TORCHIUM_API std::vector<at::Tensor> kron_matmul(at::TensorList A, at::TensorList B,
                                                  at::TensorList X);
@@ -67,10 +67,10 @@ TORCHIUM_API std::vector<at::Tensor> kron_solve(at::TensorList A, at::TensorList
 // bound.
 //
 // precision, of float32 on a GPU: "highest" or "high" (TF32: operands of 11 bits); std::nullopt:
-// torch's setting. "highest" of large matrices on Hopper multiplies two fp16 parts of each operand,
-// 22 bits, with a scale for each row of A and column of B (Ootomo and Yokota 2022, arXiv
-// 2203.03341), else it computes in float32: also where the workspace does not hold the parts, 4
-// bytes per element. There a row of A or column of B with Inf gives NaN or Inf.
+// torch's setting. On Hopper, "highest" multiplies two fp16 parts of each operand of a large
+// product, 22 bits, with a scale for each row of A and column of B (Ootomo and Yokota 2022, arXiv
+// 2203.03341). A row of A or column of B with Inf then gives NaN or Inf. Smaller products, and
+// those whose parts (4 bytes per element) do not fit in the workspace, are computed in float32.
 //
 // An operand in pinned host memory stays there and is streamed through the CUDA device of the other
 // operand, or through the current one. Copies to and from the device overlap with products. An
@@ -88,13 +88,14 @@ TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
 // (A + damping I)^-1, exactly symmetric: [..., n, n] -> [..., n, n]. A is symmetric positive
 // semi-definite (it is symmetrised); damping finite and not negative.
 //
-// In float32 and 16 bits on a GPU by matrix_inverse_root of root 1 and a step of Newton's, with the
-// floor of the former; the host does not wait. Elsewhere by Cholesky. If the factorisation of a
-// matrix breaks down, or meets a pivot below (4 + sqrt(n) / 4) epsilon(dtype) times its largest
-// entry, that matrix is solved by its eigendecomposition instead. Eigenvalues below that fraction
-// of the largest, or below the smallest normal number, count as that floor. In float64 on a GPU the
-// host waits once, to find these matrices. Values beyond the range of the dtype saturate. A matrix
-// with NaN or Inf yields NaN and does not affect the others.
+// Float32 and 16-bit matrices on a GPU are inverted by matrix_inverse_root of root 1 and a step of
+// Newton's method, with the floor of the former; the host does not wait. All others are inverted by
+// Cholesky decompositions. If the factorisation of a matrix breaks down, or meets a pivot below (4
+// + sqrt(n) / 4) epsilon(dtype) times its largest entry, that matrix is solved by its
+// eigendecomposition instead. Eigenvalues below that fraction of the largest, or below the smallest
+// normal number, count as that floor. In float64 on a GPU the host waits once, to find these
+// matrices. Values beyond the range of the dtype saturate. A matrix with NaN or Inf yields NaN and
+// does not affect the others.
 TORCHIUM_API at::Tensor spd_inverse(const at::Tensor& A, double damping = 0.0);
 
 // (A + damping I)^-1 X, as spd_inverse: A [..., n, n], X [..., n, m] -> [..., n, m]. X divided by
@@ -105,8 +106,9 @@ TORCHIUM_API at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, doub
 // broadcast and dtypes promote as in torch.addcmul(c, a, b). Contiguous CUDA tensors of equal shape
 // and dtype use a vectorised kernel, all others torch.addcmul.
 //
-// out: of the shape and dtype of the result, may be one of the operands, but not share a part of
-// its memory; it is written and returned. Then no operand may require grad while grad mode is on.
+// out has the shape and dtype of the result. It may be one of the operands, but must not share only
+// a part of an operand's memory. It is written and returned. With out, no operand may require grad
+// while grad mode is on.
 TORCHIUM_API at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
                                       const std::optional<at::Tensor>& out = std::nullopt);
 

@@ -1,7 +1,7 @@
 // Linear systems with large matrices that are known by their products.
 //
 // Each column of B [n, m] is solved by itself, in units of its largest entry, all with the same
-// products. A column with NaN or Inf yields NaN. The host waits once in ten iterations. Not
+// products. A column with NaN or Inf yields NaN. The host waits once every ten iterations. Not
 // differentiable. Wrong arguments raise a c10::ValueError. A warning counts the columns that have
 // not converged.
 #pragma once

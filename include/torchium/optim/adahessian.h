@@ -60,16 +60,16 @@ struct TORCHIUM_API AdaHessianParamState : public MatrixParamState {
 /// with random signs z and m', v' the averages without their bias.
 ///
 /// The backward pass must keep its graph: `loss.backward({}, std::nullopt, /*create_graph=*/true)`.
-/// step() frees it. The gradients still refer to their parameters, of which libtorch warns: call
-/// zero_grad(), which sets them to undefined, after each step, also after the last, else a model
-/// that is no longer used stays in memory. Every operation of the model needs a second derivative,
-/// which libtorch lacks for fused attention and EmbeddingBag. A diagonal that is not finite skips
-/// the step, as a gradient does. The signs come from a seed of libtorch's default generator of the
-/// CPU. Cannot be captured in a CUDA graph.
+/// step() frees it. The gradients still refer to their parameters, about which libtorch warns. Call
+/// zero_grad(), which sets them to undefined, after every step, including the last. Otherwise a
+/// model that is no longer used stays in memory. Every operation of the model needs a second
+/// derivative, which libtorch lacks for fused attention and EmbeddingBag. A diagonal that is not
+/// finite skips the step, as a gradient does. The signs come from a seed of libtorch's default
+/// generator of the CPU. Cannot be captured in a CUDA graph.
 ///
 /// step() throws c10::ValueError, and changes no parameter, if no gradient has a graph. It warns
-/// once if some have none and are not zero: their D is 0, and where v is 0 too their step is
-/// lr m' / eps. It waits for the device to see whether they are zero.
+/// once if some gradients have none and are not zero: their D is 0, and where v is also 0 their
+/// step is lr m' / eps. To find out whether they are zero, it waits for the device.
 class TORCHIUM_API AdaHessian : public BlockedOptimizer {
  public:
   explicit AdaHessian(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

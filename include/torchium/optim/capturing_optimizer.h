@@ -51,8 +51,8 @@ using StateChange = std::tuple<int64_t, std::string, std::optional<at::Tensor>>;
 /// option. Those of a parameter are also dropped when its gradient is set to undefined. All
 /// parameters must be on one device.
 ///
-/// Several processes share the steps of an optimizer with a process_group among its options.
-/// Without one step() throws c10::Error, and changes nothing, if several processes have exchanged
+/// Several processes share the steps of an optimizer that has a process_group among its options.
+/// Without one, step() throws c10::Error and changes nothing if several processes have exchanged
 /// tensors since calls were last dropped: what they capture would not be combined, and their
 /// parameters would drift apart. Operators of a c10d::ProcessGroup are detected. A backend that is
 /// used without one is not, nor is an exchange while the optimizer does not capture.

@@ -40,7 +40,7 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   TORCH_ARG(double, weight_decay) = 0.0;
   /// Added to the Fisher matrix, >= 0.
   TORCH_ARG(double, damping) = 0.01;
-  /// Steps between two updates of the factors, >= 1. A new value counts from the next step on.
+  /// Steps between two updates of the factors, >= 1. A new value takes effect in the next step.
   TORCH_ARG(int64_t, TCov) = 5;
   /// Steps between two inversions of the factors, >= 1.
   TORCH_ARG(int64_t, TInv) = 10;
@@ -59,9 +59,9 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   /// "exact".
   TORCH_ARG(bool, ekfac) = false;
   /// How factors are inverted: "eigh"; "cholesky", and eigh on the CPU where a pivot is lost in
-  /// rounding; "newton", which raises damping below 2^-20 of the Frobenius norm of a factor to that
-  /// (2^-46 in float64); or "auto": newton in float32 on a CUDA device with kernels for it, else
-  /// cholesky. damping_split "exact" needs eigenvectors: "eigh" or "auto".
+  /// rounding; "newton", which raises a damping below 2^-20 of the factor's Frobenius norm to that
+  /// value (2^-46 in float64); or "auto": newton in float32 on a CUDA device with kernels for it,
+  /// else cholesky. damping_split "exact" needs eigenvectors: "eigh" or "auto".
   ///
   /// "inverse_free" (SINGD: Lin et al. 2024, arXiv 2312.05705) inverts nothing. Instead of A and G
   /// it stores K and C, with K K^T (x) C C^T near (A (x) G + damping I)^-1, and corrects them with
@@ -69,8 +69,8 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   /// meaning then, and must have their defaults.
   TORCH_ARG(std::string, solver) = "auto";
   /// "inverse_free": the structures of K and of C. "dense"; "block_diagonal", with blocks of
-  /// block_size; "toeplitz", lower triangular; or "diagonal". A new value counts for factors that
-  /// do not exist yet.
+  /// block_size; "toeplitz", lower triangular; or "diagonal". A new value applies only to factors
+  /// that do not exist yet.
   TORCH_ARG(structures_t, structures) = std::make_tuple("dense", "dense");
   /// "block_diagonal": order of the blocks but the last, >= 2. As structures.
   TORCH_ARG(int64_t, block_size) = 32;
@@ -79,15 +79,15 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   /// Where the vectors g come from: "empirical", the gradients of the loss; "ggn", the Hessian of
   /// the loss with respect to the model's outputs (the generalized Gauss-Newton matrix); or "mc",
   /// an estimate of it by targets drawn from the model's own distribution (the Fisher matrix). The
-  /// last two need KFAC::update_curvature(). A new value counts from the next factors on.
+  /// last two need KFAC::update_curvature(). A new value takes effect with the next factors.
   TORCH_ARG(std::string, fisher) = "empirical";
   /// Several positions of a sample, in sequences and convolutions: "expand", each is a vector a and
   /// a vector g, or "reduce", one a per sample, the mean over its positions, and one g, their sum.
-  /// A new value counts from the next factors on.
+  /// A new value takes effect with the next factors.
   TORCH_ARG(std::string, weight_sharing) = "expand";
-  /// Of a factor of a larger order only the diagonal is kept, >= 1; of G of an embedding always.
-  /// "inverse_free": of one of structure "dense". A new value counts for factors that do not exist
-  /// yet.
+  /// Only the diagonal is kept of a factor of a larger order, >= 1, and always of G of an
+  /// embedding; "inverse_free": of a factor of structure "dense". A new value applies only to
+  /// factors that do not exist yet.
   TORCH_ARG(int64_t, max_factor_size) = 5000;
   /// Dtype of the stored factors A and G, or K, C, m_K and m_C: "bfloat16", "float32" or "float64";
   /// none: the state dtype. Sums, and what is computed from bfloat16 factors, are in float32. A new
@@ -101,8 +101,8 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   /// and replayed: the same results with far less work for the host. "auto": where the memory that
   /// the graphs keep is at most 5 % of the state or 1 % of that of the device; "always"; "never".
   /// Steps that ranks share, of solver "inverse_free", with ekfac, adaptive_damping or another
-  /// factor_dtype, or of parameters that no kernel knows, are launched. A change of another option
-  /// than lr begins with launched steps.
+  /// factor_dtype, or of parameters that no kernel supports, are launched. A change of another
+  /// option than lr begins with launched steps.
   TORCH_ARG(std::string, graphs) = "auto";
   /// damping, TCov, TInv, stat_decay and kl_clip as functions of the step; the values above follow.
   TORCH_ARG(Schedules, schedules) = {};
@@ -181,7 +181,7 @@ struct TORCHIUM_API KFACParamState : public SecondOrderParamState {
   void convert_to(const at::Tensor& param) override;
 };
 
-/// What the last step of a parameter has done with it.
+/// How the last step treated a parameter.
 struct KFACParameterReport {
   /// In the model.
   std::string name;
@@ -215,12 +215,12 @@ struct TORCHIUM_API KFACReport {
 /// channel (unit-wise: Osawa et al. 2019, arXiv 1811.12019, section 4.2), in which the statistics
 /// of a batch count as constants. A weight may be [in, out], as in addmm(b, x, W), or also be an
 /// embedding table (a tied head). All others take steps of SGD with momentum: tables whose rows
-/// samples share, as those of positions [T], parameters of other operators, weights that other
-/// operators use too, and parameters of recurrent and transformer layers. A warning counts them and
-/// names some; report() names all.
+/// all samples share, such as those of positions [T]; parameters of other operators; weights that
+/// other operators use too; and parameters of recurrent and transformer layers. A warning counts
+/// them and names some; report() names all.
 ///
 /// Calls of a layer in one backward pass are positions of the same samples: a batch that goes
-/// through the model in parts needs a backward() for each part. Dimension 0 of what a layer gets
+/// through the model in parts needs a backward() for each part. Dimension 0 of a layer's input
 /// counts as the samples, and G is in proportion to their number: a warning names layers with more
 /// or fewer than most, such as windows of images or tokens of experts.
 ///
@@ -262,8 +262,8 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
 
   /// Adapts the damping of all groups by the rule of Levenberg and Marquardt (Martens and Grosse
   /// 2015, section 6.5), which needs adaptive_damping. The losses are those of one batch before and
-  /// after the last step, with everything that its gradient had. With the k steps since the last
-  /// call, or since the optimizer was made or loaded,
+  /// after the last step, with all terms that its gradient contained. With the k steps since the
+  /// last call, or since the optimizer was made or loaded,
   ///
   ///     ratio = (loss_before - loss_after) / sum (lr nu - lr^2 nu^2 / 2) V . D
   ///
@@ -274,8 +274,8 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   ///
   /// Returns the ratio; -infinity: loss_after is not finite; NaN: no reduction was predicted. Waits
   /// for the device. Throws c10::ValueError without adaptive_damping, for a loss_before that is not
-  /// finite, unless a step was taken since the last call, for groups of different lr, if damping is
-  /// a function of the step, and for a KFACPreconditioner. With a process_group all ranks must call
+  /// finite, if no step was taken since the last call, for groups of different lr, if damping is a
+  /// function of the step, and for a KFACPreconditioner. With a process_group all ranks must call
   /// it; the losses are the means of those that the ranks give.
   double update_damping(double loss_before, double loss_after);
 

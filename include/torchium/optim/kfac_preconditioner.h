@@ -32,7 +32,7 @@ struct TORCHIUM_API KFACPreconditionerOptions : public OptionsOf<KFACPreconditio
   TORCH_ARG(double, damping) = 0.01;
   /// KFACOptions::stat_decay.
   TORCH_ARG(double, factor_decay) = 0.95;
-  /// As in KFACOptions, and all below too.
+  /// As in KFACOptions, like all options below.
   TORCH_ARG(std::optional<double>, kl_clip) = 1e-3;
   TORCH_ARG(bool, batch_averaged) = true;
   TORCH_ARG(double, eps) = 1e-8;

@@ -32,9 +32,9 @@ struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOpt
   TORCH_ARG(double, lr) = 0.1;
   /// Added to the Fisher matrix, > 0: in units of the squared gradient of a sample.
   TORCH_ARG(double, damping) = 1.0;
-  /// Steps between two Fisher matrices, >= 1. A new value counts from the next step on, but a
-  /// matrix that the former value did not ask for comes one step later: whether layers are captured
-  /// is decided at the end of a step.
+  /// Steps between two Fisher matrices, >= 1. A new value takes effect in the next step, but a
+  /// matrix that the old value did not require comes one step later, because the end of a step
+  /// decides whether layers are captured for the next.
   TORCH_ARG(int64_t, update_freq) = 1;
   /// Relative tolerance of conjugate gradients, > 0 (float32 parameters end near 1e-6).
   TORCH_ARG(double, eps) = 1e-8;
@@ -49,7 +49,7 @@ struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOpt
   /// Where the rows of J come from: "empirical", the gradients of the losses; "ggn", a square root
   /// of the Hessian of the loss with respect to the outputs (the generalized Gauss-Newton matrix);
   /// or "mc", targets drawn from the model's own distribution (the Fisher matrix). The last two
-  /// need NaturalGradient::update_curvature(). A new value counts from the next matrix on.
+  /// need NaturalGradient::update_curvature(). A new value takes effect with the next matrix.
   TORCH_ARG(std::string, fisher) = "empirical";
   /// Rank of the Nystrom preconditioner of conjugate gradients, >= 0; 0: the dampings alone. It
   /// costs as many products with F as its rank, at each new matrix.
@@ -167,8 +167,9 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
 
   /// The next step minimizes r . r / (2 n) for n residuals r with the Jacobian J [n, parameters],
   /// which the caller has computed, as with second derivatives of the model: F = J^T J / n. Sets
-  /// `.grad` of every parameter to J^T r / n, and replaces what was captured. A weighted loss has
-  /// rows and residuals times the roots of the weights. Does not wait for the device.
+  /// `.grad` of every parameter to J^T r / n, and replaces what was captured. For a
+  /// weighted loss, multiply rows and residuals by the square roots of the weights. Does not wait
+  /// for the device.
   ///
   /// rows: one tensor [n, *shape] per parameter, in the order of the groups, of its dtype and on
   /// its device; residuals: [n]. They are not copied, and must not change until step(). Throws

@@ -10,9 +10,9 @@
 
 namespace torchium::optim {
 
-/// An option as a function of the step, which is 1 for the first: 1 + the steps that a parameter of
-/// the group (for kl_clip: of any group) has taken at most. Skipped steps do not count. The
-/// function returns what the option takes: a double, an integer, or std::nullopt for none.
+/// An option as a function of the step, which is 1 for the first: 1 + the largest number of steps
+/// that a parameter of the group (for kl_clip: of any group) has taken. Skipped steps do not count.
+/// The function returns what the option takes: a double, an integer, or std::nullopt for none.
 ///
 /// It is called when the group is added (with 1), and before each step at least once: where the
 /// next capture is decided, at the end of the step before, and at the beginning of step(). A value

@@ -70,8 +70,8 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   /// "diagonal" or "full": the preconditioner of vectors and scalars.
   TORCH_ARG(std::string, preconditioner_1d) = "diagonal";
   /// false: no matrices precondition the parameters. With grafting "adagrad", "rmsprop" or "adam"
-  /// they take the direction of the grafted method itself, and only its state (with from_adamw(),
-  /// AdamW's step); else m (a / c + eps)^(-1/2) with the diagonal of the statistics.
+  /// they take the direction of the grafted method itself, and keep only its state (with
+  /// from_adamw(), AdamW's step); else m (a / c + eps)^(-1/2) with the diagonal of the statistics.
   TORCH_ARG(bool, preconditioned) = true;
   /// A parameter with a longer dimension, after merge_dims, is treated as with
   /// preconditioned = false: an embedding or a head with a large vocabulary, for which the matrices
@@ -101,7 +101,7 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   TORCH_ARG(bool, maximize) = false;
   /// step() never computes roots, so that it can be captured in a CUDA graph; call
   /// Shampoo::update_preconditioners() for them. On a GPU only check_errors() then reports errors.
-  /// With a process_group it needs the backend NCCL, and no host waits.
+  /// With a process_group this needs the backend NCCL, and no host waits.
   TORCH_ARG(bool, capturable) = false;
   /// Steps on a GPU are captured in CUDA graphs after some steps, and replayed: the same results
   /// with far less work for the host. "auto": where the memory that the graphs keep is at most 5 %
@@ -114,9 +114,9 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   /// dtype in which the directions of float32 state travel between the ranks of `process_group`:
   /// kFloat, kBFloat16 or kHalf; those of float64 parameters travel in float64.
   TORCH_ARG(at::ScalarType, comm_dtype) = at::kFloat;
-  /// They travel in buckets, of which a rank receives at most this many bytes, or a block of each
-  /// rank if that is more, while those that have arrived are applied; >= 1. Each rank keeps memory
-  /// for two.
+  /// Directions travel in buckets. A rank receives at most this many bytes of a bucket, or one
+  /// block of each rank if that is more, while it applies the bucket that has arrived; >= 1. Each
+  /// rank keeps memory for two buckets.
   TORCH_ARG(int64_t, bucket_bytes) = int64_t{1} << 25;
 
  public:

@@ -66,8 +66,7 @@ struct TileGrid {
   }
 };
 
-// The rule of Direction::kGrafted knows no blocks: its parameters are one row, cut into whole
-// tiles.
+// The rule of Direction::kGrafted has no blocks: its parameters are one row, cut into whole tiles.
 TORCHIUM_HOST_DEVICE inline int block_size_of(const ParameterEntry& entry, int block_size) {
   return entry.direction == Direction::kGrafted ? TileGrid::kTileElements : block_size;
 }

@@ -62,7 +62,8 @@ struct TrainableParameters {
 
 // Receives the gradients of sample i, undefined where the loss does not depend on the parameter.
 using SampleReceiver = std::function<void(int64_t i, const std::vector<at::Tensor>& gradients)>;
-// Hands the gradients of samples `first` to the last to a receiver, computed anew in each call.
+// Computes the gradients of the samples from `first` to the last, again in each call, and hands
+// them to a receiver.
 using SampleVisit = std::function<void(int64_t first, const SampleReceiver& of_sample)>;
 
 // Calls of_jacobian once if layer calls suffice, otherwise of_samples once, with a warning that

@@ -9,7 +9,7 @@
 
 namespace torchium::linalg::detail {
 
-// None: kernels know no such elements.
+// None: no kernel supports such elements.
 inline std::optional<cuda_kernels::ElementType> element_type(at::ScalarType type) {
   using cuda_kernels::ElementType;
   switch (type) {

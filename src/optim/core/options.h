@@ -107,7 +107,7 @@ enum OptionTraits : uint8_t {
   kPlain = 0,
   kShapesState = 1,  // the state of a parameter, or its shapes, depend on it
   kSameInAllGroups = 2,
-  kScheduled = 4,  // may be a function of the step; a planned step reads it anew each time
+  kScheduled = 4,  // may be a function of the step; every planned step reads it again
 };
 constexpr OptionTraits operator|(OptionTraits a, OptionTraits b) {
   return static_cast<OptionTraits>(static_cast<uint8_t>(a) | static_cast<uint8_t>(b));
@@ -285,7 +285,7 @@ bool equal_but_lr(const Options& lhs, const Options& rhs) {
   return equal;
 }
 
-// Whether only the learning rate and options that each step reads anew differ.
+// Whether only the learning rate and options that every step reads again differ.
 template <typename Options>
 bool equal_but_scheduled(const Options& lhs, const Options& rhs) {
   bool equal = true;

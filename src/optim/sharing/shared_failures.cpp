@@ -30,7 +30,7 @@ void SharedPlans::check_not_broken() const {
               "continue from a checkpoint in new processes");
 }
 
-// All ranks hear of them in the next step.
+// All ranks learn of them in the next step.
 void SharedPlans::take_block_failures(bool wait) {
   while (const auto failure = blocks_.next_failure(wait)) {
     const auto& [group, report] = *failure;

@@ -173,7 +173,7 @@ StepFindings SharedPlans::settle(const PendingAgreement& agreement) {
   return findings;
 }
 
-// After the blocks have taken the step, or left it undone on the device: their plans hear of that.
+// After the blocks have taken the step, or skipped it on the device: tells their plans which.
 StepFindings SharedPlans::settle_late(const PendingAgreement& agreement) {
   HeldError held;
   StepFindings findings;

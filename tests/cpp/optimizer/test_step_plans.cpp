@@ -1,6 +1,6 @@
 // The optimizers must derive their data again when parameters, state or options change. Each change
 // is made to two optimizers; one of them is written to an archive and read again before every step,
-// and so derives everything anew.
+// and so derives everything again.
 #include "model_testing.h"
 #include "torchium/optim/adagrad.h"
 #include "torchium/optim/adahessian.h"

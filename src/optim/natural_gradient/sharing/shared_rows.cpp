@@ -22,8 +22,8 @@ at::Tensor joined(const std::vector<at::Tensor>& tensors) {
   return at::cat(flat);
 }
 
-// The inverse, in the shapes and dtypes of `like`.
-std::vector<at::Tensor> parted(const at::Tensor& flat, const std::vector<at::Tensor>& like) {
+// The inverse of joined(), in the shapes and dtypes of `like`.
+std::vector<at::Tensor> split_like(const at::Tensor& flat, const std::vector<at::Tensor>& like) {
   std::vector<at::Tensor> parts;
   int64_t first = 0;
   for (const at::Tensor& tensor : like) {
@@ -82,13 +82,13 @@ at::Tensor SharedRows::expand(const std::vector<at::Tensor>& of_ranks) const {
 std::vector<at::Tensor> SharedRows::sum(const std::vector<at::Tensor>& own) const {
   at::Tensor all = joined(own);
   ranks_.all_reduce_sum_(all);
-  return parted(all, own);
+  return split_like(all, own);
 }
 
 void SharedRows::equalize_(const std::vector<at::Tensor>& tensors) const {
   at::Tensor all = joined(tensors);
   ranks_.broadcast_(all);
-  const auto parts = parted(all, tensors);
+  const auto parts = split_like(all, tensors);
   for (const auto i : c10::irange(tensors.size())) {
     tensors[i].copy_(parts[i]);
   }
