@@ -74,12 +74,14 @@ class Report:
     lines: list[str] = field(default_factory=list)
     checks: list[list[str]] = field(default_factory=list)
     missed: int = 0
+    is_quiet: bool = False  # prints nothing
 
     def __post_init__(self) -> None:
         self.write(f"# {self.title}\n\n{machine()}\n")
 
     def write(self, text: str) -> None:
-        print(text, flush=True)
+        if not self.is_quiet:
+            print(text, flush=True)
         self.lines.append(text)
 
     def table(

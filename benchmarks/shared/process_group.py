@@ -22,11 +22,17 @@ def free_port() -> int:
         return int(any_port.getsockname()[1])
 
 
+def device_of_rank(rank: int, on_gpu: bool) -> torch.device:
+    """From now on the current one."""
+    if not on_gpu:
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
 def join_group(rank: int, ranks: int, port: int, on_gpu: bool) -> torch.device:
     """The device of this rank, in the default group of all, with a store like torchrun's."""
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = device_of_rank(rank, on_gpu)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",

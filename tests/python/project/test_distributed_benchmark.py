@@ -24,9 +24,21 @@ def lines_of_dry_run(script: str) -> list[str]:
 
 
 def test_steps_of_shampoo():
-    rows = [line.split() for line in lines_of_dry_run("distributed.py")[1:]]
-    assert [row[0] for row in rows] == ["every", "never"]
-    assert all(0.3 < float(row[-1]) < 0.7 for row in rows)  # of the state
+    lines = lines_of_dry_run("distributed.py")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    steps = {tuple(row[:2]): row[2:] for row in rows if row[1] in ("every step", "never")}
+    assert [*steps] == [
+        (layout, roots) for layout in ("replicated", "aligned") for roots in ("every step", "never")
+    ]
+    for (layout, _), row in steps.items():
+        assert 0.3 < float(row[3]) < 0.7  # of the state
+        assert (float(row[4]) > 0) == (layout == "replicated")  # bytes
+        assert bool(row[-1]) == (layout == "replicated")  # hidden
+    # One layer has 12 blocks of order 1024, 3 for each of 4 ranks, which send their directions to 3 others.
+    assert ["replicated", "1024", "4", "1", "0", "36", "12"] in rows
+    assert ["rows", "512", "4", "1", "5", "5", ""] in rows
+    targets = [row for row in rows if row[-1] in ("pass", "MISS")]
+    assert len(targets) == 8
 
 
 def test_steps_of_kfac_and_natural_gradient():
