@@ -15,6 +15,7 @@ import shampoo_cases
 import shampoo_checkpoints
 import shampoo_failures
 import shampoo_on_gpus
+import shampoo_reshards
 import shampoo_stages
 import sharded_shampoo_cases
 import sharded_shampoo_checkpoints
@@ -23,7 +24,13 @@ import torch.distributed as dist
 from ranks import CASES, WITHOUT_CUDA, Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-ON_BOTH = [kfac_cases, kfac_failures, natural_gradient_cases, natural_gradient_failures]
+ON_BOTH = [
+    kfac_cases,
+    kfac_failures,
+    natural_gradient_cases,
+    natural_gradient_failures,
+    shampoo_reshards,
+]
 ON_CPU = [
     shampoo_cases,
     shampoo_checkpoints,

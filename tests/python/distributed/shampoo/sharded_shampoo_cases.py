@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from group_tools import assert_same, is_last, message_of
-from ranks import case
+from ranks import case, device
 from shampoo_tools import OPTIONS, parameters, set_gradients, shampoo, train, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,11 +24,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def line(ranks: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("ranks",))
+    return init_device_mesh(device().type, (ranks,), mesh_dim_names=("ranks",))
 
 
 def square() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return init_device_mesh(device().type, (2, 2), mesh_dim_names=("outer", "inner"))
 
 
 def sharded(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
