@@ -16,6 +16,7 @@ import shampoo_checkpoints
 import shampoo_failures
 import shampoo_on_gpus
 import shampoo_reshards
+import shampoo_scalers
 import shampoo_stages
 import sharded_shampoo_cases
 import sharded_shampoo_checkpoints
@@ -30,6 +31,7 @@ ON_BOTH = [
     natural_gradient_cases,
     natural_gradient_failures,
     shampoo_reshards,
+    shampoo_scalers,
 ]
 ON_CPU = [
     shampoo_cases,

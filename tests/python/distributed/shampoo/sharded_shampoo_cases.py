@@ -136,7 +136,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 def loss_of(model: nn.Module, step: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + seed)
-    inputs = torch.randn(8, 10, generator=generator)
+    inputs = torch.randn(8, 10, generator=generator).to(device())
     return (model(inputs) - inputs[:, :3].square()).square().mean()
 
 
