@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import distributed_shampoo_configs as configs
 import pytest
@@ -18,7 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-PACKAGES = {"accelerate": ["accelerate"], "trainer": ["accelerate"], "lightning": ["lightning"]}
+PACKAGES = {
+    "accelerate": ["accelerate"],
+    "accelerate_fully_shard": ["accelerate"],
+    "trainer": ["accelerate"],
+    "lightning": ["lightning"],
+}
 
 
 def net() -> nn.Sequential:
@@ -180,6 +187,43 @@ def accelerate(ranks: int) -> None:
     accelerator.load_state(shared_folder() / "state")
     epoch()
     assert torch.equal(values(model), after[0])
+
+
+@case(2)
+def accelerate_fully_shard(ranks: int) -> None:
+    """Accelerate's FSDP2, which it offers for GPUs alone: its state is told that this is one of them."""
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    def end_of(is_sharded: bool) -> Tensor:
+        AcceleratorState._reset_state()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if is_sharded else None
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        if is_sharded:
+            accelerator.state.distributed_type = DistributedType.FSDP
+            accelerator.state.fsdp_plugin = plugin
+        model = net()
+        group = None if is_sharded else dist.group.WORLD
+        optimizer = torchium.ShampooW(model, lr=1e-2, update_freq=2, process_group=group)
+        before = {*model.parameters()}
+        model, optimizer = accelerator.prepare(model, optimizer)
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        assert held == {*model.parameters()}
+        assert held.isdisjoint(before) == is_sharded
+        rank = dist.get_rank()
+        for step in range(5):
+            loss = loss_of(model, inputs().roll(step * 8, 0)[rank:16:ranks])
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        AcceleratorState._reset_state()
+        whole = [p.full_tensor() if is_sharded else p for p in model.parameters()]
+        return torch.cat([p.detach().flatten() for p in whole])
+
+    with mock.patch.dict(os.environ):  # Accelerate notes there that it uses FSDP
+        sharded = end_of(True)
+    torch.testing.assert_close(sharded, end_of(False), rtol=0, atol=1e-5)
 
 
 @case(2)
