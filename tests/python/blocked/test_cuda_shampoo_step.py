@@ -395,3 +395,61 @@ def test_products_of_many_block_shapes_share_launches(
                 error = relative_error(statistics, 0.9 * old[mode] + 0.1 * side @ side.mT)
                 assert error < bound, (p.shape, sizes, mode, error)
                 assert torch.equal(statistics, statistics.mT)
+
+
+def stepped(parts: list[Tensor], gradients: list[list[Tensor]], which: list[int]) -> list[Tensor]:
+    """Values and statistics of some parameters, after steps of these alone."""
+    params = [nn.Parameter(parts[i].clone()) for i in which]
+    optimizer = torchium.Shampoo(params, **{**BASE, **OPTIONS["averages"]})
+    for of_step in gradients:
+        for p, i in zip(params, which, strict=True):
+            p.grad = of_step[i].clone()
+        optimizer.step()
+    optimizer.check_errors()
+    statistics = [optimizer.state[p][f"statistics.{mode}"] for p in params for mode in (0, 1)]
+    return [*(p.detach() for p in params), *statistics]
+
+
+def assert_near(actual: list[Tensor], expected: list[Tensor], start: list[Tensor]) -> None:
+    """Values by how far they have moved, then statistics."""
+    moved = [(e - s).norm() for e, s in zip(expected, start, strict=False)]
+    sizes = [2e-4 * m for m in moved] + [1e-5 * e.norm() for e in expected[len(start) :]]
+    for a, e, size in zip(actual, expected, sizes, strict=True):
+        assert (a - e).norm() <= size, (a.shape, (a - e).norm(), size)
+
+
+def test_a_parameter_does_not_depend_on_its_batch() -> None:
+    """Its products have a scale of their own. Those by split_gemm add in a fixed order, cuBLAS chooses by the batch."""
+    shapes = [(64, 64), (96, 32), (33, 70), (32, 64)] * 3
+    torch.manual_seed(0)
+    starts = [torch.randn(shape, device="cuda") for shape in shapes]
+    gradients = [
+        [torch.randn_like(s) * 2.0 ** (i % 5 - 3) for i, s in enumerate(starts)] for _ in range(4)
+    ]
+    count = len(shapes)
+    together = stepped(starts, gradients, [*range(count)])
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    for i, shape in enumerate(shapes):
+        alone = stepped(starts, gradients, [i])
+        batched = [together[i], *together[count + 2 * i : count + 2 * i + 2]]
+        assert_near(batched, alone, starts[i : i + 1])
+        if is_hopper and shape != (33, 70):
+            assert all(map(torch.equal, batched[1:], alone[1:])), shape
+
+
+def test_a_block_does_not_depend_on_its_parameter() -> None:
+    """Up to rounding: the scale of its products is that of the parameter."""
+    torch.manual_seed(0)
+    start = torch.randn(64, 96, device="cuda")
+    factors = 2.0 ** -torch.arange(6, device="cuda").view(2, 3)
+    spread = factors.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    gradients = [torch.randn_like(start) * spread for _ in range(4)]
+
+    def blocks(matrix: Tensor) -> list[Tensor]:
+        return [block.contiguous() for rows in matrix.split(32) for block in rows.split(32, 1)]
+
+    whole, *statistics = stepped([start], [[g] for g in gradients], [0])
+    parts = stepped(blocks(start), [blocks(g) for g in gradients], [*range(6)])
+    of_blocks = [statistics[mode][i : i + 1] for i in range(6) for mode in (0, 1)]
+    assert_near(of_blocks, parts[6:], [])
+    assert_near(blocks(whole), parts[:6], blocks(start))
