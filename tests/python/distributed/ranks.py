@@ -27,21 +27,24 @@ IMPORTS = [
     "torch.distributed.tensor.parallel",
 ]
 CASES: dict[tuple[str, str], tuple[int, ...]] = {}
+GPUS_OF_CASES: dict[tuple[str, str], int] = {}
 WITHOUT_CUDA: set[tuple[str, str]] = set()
 Case = Callable[[int], None]
 _folders: list[Path] = []
 _devices: list[torch.device] = []
 
 
-def case(*ranks: int, cuda: bool = True) -> Callable[[Case], Case]:
+def case(*ranks: int, cuda: bool = True, gpus: int = 2) -> Callable[[Case], Case]:
     """The function runs in groups of these sizes, in all processes of one at the same time.
 
     cuda: if its module runs on GPUs too, with all tensors on device(), so does the case.
+    gpus: of these, at least so many.
     """
 
     def register(function: Case) -> Case:
         key = function.__module__, function.__name__
         CASES[key] = ranks
+        GPUS_OF_CASES[key] = gpus
         if not cuda:
             WITHOUT_CUDA.add(key)
         return function

@@ -12,6 +12,7 @@ import natural_gradient_failures
 import pytest
 import runner_cases
 import shampoo_cases
+import shampoo_changes
 import shampoo_checkpoints
 import shampoo_failures
 import shampoo_on_gpus
@@ -22,7 +23,7 @@ import sharded_shampoo_cases
 import sharded_shampoo_checkpoints
 import torch
 import torch.distributed as dist
-from ranks import CASES, WITHOUT_CUDA, Ranks
+from ranks import CASES, GPUS_OF_CASES, WITHOUT_CUDA, Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 ON_BOTH = [
@@ -30,6 +31,7 @@ ON_BOTH = [
     kfac_failures,
     natural_gradient_cases,
     natural_gradient_failures,
+    shampoo_changes,
     shampoo_reshards,
     shampoo_scalers,
 ]
@@ -60,6 +62,9 @@ def cases_of(modules: list[ModuleType], device_type: str) -> list[object]:
             marks = [pytest.mark.xdist_group(f"{ranks} ranks, {device_type}")]
             if on_gpus:
                 marks += [pytest.mark.cuda, few_gpus]
+                least = GPUS_OF_CASES.get((module, name), GPUS)
+                reason = f"fewer than {least} CUDA devices"
+                marks.append(pytest.mark.skipif(least > GPUS, reason=reason))
             label = f"{ranks}-{device_type}-{module}-{name}"
             result.append(pytest.param(device_type, ranks, module, name, id=label, marks=marks))
     return result

@@ -99,48 +99,6 @@ def updates_travel_in_16_bits(ranks: int) -> None:
 
 
 @case(3)
-def late_and_missing_gradients(ranks: int) -> None:
-    results = []
-    for group in (None, world()):
-        params = parameters()
-        params[0].requires_grad_(False)
-        optimizer = shampoo(params, group, betas=(0.9, 0.99))
-        for step in range(8):
-            set_gradients(params, step)
-            params[0].grad = None
-            if step < 3:
-                params[1].grad = None
-            if step % 2:
-                params[3].grad = params[6].grad = None
-            if step == 6:
-                params[0].requires_grad_(True)
-                params[0].grad = torch.ones_like(params[0])
-            optimizer.step()
-        results.append(values(optimizer, params))
-    assert_same(results[1], results[0])
-
-
-@case(2, 3)
-def groups_and_options_change(ranks: int) -> None:
-    results = []
-    for group in (None, world()):
-        params = parameters()
-        optimizer = shampoo([{"params": params[:4]}, {"params": params[4:7], "lr": 0.1}], group)
-        train(optimizer, params, range(2))
-        optimizer.add_param_group({"params": params[7:], "grafting": "adam"})
-        train(optimizer, params, range(2, 4))
-        optimizer.param_groups[0].update(momentum=0.9, betas=(0.9, 0.9), update_freq=2)
-        optimizer.param_groups[1].update(lr=0.02, weight_decay=0.1, grafting="rmsprop")
-        train(optimizer, params, range(4, 7))
-        optimizer.update_preconditioners()
-        train(optimizer, params, range(7, 9))
-        optimizer.param_groups[1].update(grafting="adagrad")
-        train(optimizer, params, range(9, 11))
-        results.append(values(optimizer, params))
-    assert_same(results[1], results[0])
-
-
-@case(3)
 def options_change_while_a_gradient_is_missing(ranks: int) -> None:
     results = []
     for group in (None, world()):
