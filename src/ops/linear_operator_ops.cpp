@@ -90,6 +90,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("empty", [](const Handle& self) { return at::empty({0}, self->A.options()); })
       .def("is_symmetric", [](const Handle& self) { return self->A.is_symmetric(); })
       .def("matmul", [](const Handle& self, const Tensor& X) { return self->A.matmul(X); })
+      .def("rmatmul", [](const Handle& self, const Tensor& X) { return self->A.rmatmul(X); })
       .def("to_dense", [](const Handle& self) { return self->A.to_dense(); })
       .def("transpose", [](const Handle& self) { return handle_of(self->A.transpose()); })
       .def("assume",

@@ -67,6 +67,8 @@ class TORCHIUM_API LinearOperator {
 
   // A X for X [n] or [..., n, columns], of the operator's dtype and device.
   at::Tensor matmul(const at::Tensor& X) const;
+  // X A for X [n] or [..., rows, n], by products with the transposed matrix. X @ A in Python.
+  at::Tensor rmatmul(const at::Tensor& X) const;
   bool is_dense() const;  // of class Dense, no batch
   at::Tensor to_dense() const;
   LinearOperator transpose() const;

@@ -54,9 +54,10 @@ class LinearOperator:
     """A square matrix that is known by its products and its structure.
 
     This class is a matrix that is known by its products alone; the others, as :class:`Kronecker`,
-    also by their structure. ``A @ X`` takes ``[n]`` or ``[..., n, columns]``. ``A @ B``, ``A + B``,
-    ``A - B``, ``c * A``, ``A / c``, ``A ** p`` and ``A.T`` are operators again. All are immutable
-    and share the tensors that they are made of, which must not change in place.
+    also by their structure. ``A @ X`` takes ``[n]`` or ``[..., n, columns]``, ``X @ A`` ``[n]`` or
+    ``[..., rows, n]``. ``A @ B``, ``A + B``, ``A - B``, ``c * A``, ``A / c``, ``A ** p`` and ``A.T``
+    are operators again. All are immutable and share the tensors that they are made of, which must
+    not change in place.
 
     Every function uses the structure. Where there is none, a matrix of an order up to 1000 is formed
     and solved densely; larger ones by conjugate gradients (if positive definite, see
@@ -169,6 +170,12 @@ class LinearOperator:
         if not isinstance(X, Tensor):
             check_tensors(self.kind, X=X)
         return self._multiply(X)
+
+    def __rmatmul__(self, X: Any) -> Tensor:
+        if not isinstance(X, Tensor):
+            check_tensors(self.kind, X=X)
+        product: Tensor = self._handle.rmatmul(X)
+        return product
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         if not isinstance(other, LinearOperator):

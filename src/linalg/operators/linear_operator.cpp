@@ -242,17 +242,32 @@ const at::TensorOptions& LinearOperator::options() const { return node_->options
 
 std::string LinearOperator::kind() const { return node_->kind; }
 
+namespace {
+
+// dim: of a matrix X, which must be of the order of A; a vector has only one.
+void check_operand(const detail::OperatorNode& A, const at::Tensor& X, int64_t dim,
+                   const char* entries) {
+  TORCH_CHECK_VALUE(X.defined() && X.dim() >= 1 && X.size(X.dim() == 1 ? 0 : dim) == A.n, A.kind,
+                    ": X is ", X.defined() ? at::str(X.sizes()) : "undefined", "; it must have ",
+                    A.n, " ", entries, ".");
+  TORCH_CHECK_VALUE(X.dtype() == A.options.dtype() && X.device() == A.options.device(), A.kind,
+                    ": X is ", X.scalar_type(), " on ", X.device(), ", the operator ",
+                    c10::typeMetaToScalarType(A.options.dtype()), " on ", A.options.device(),
+                    "; they must be equal.");
+}
+
+}  // namespace
+
 at::Tensor LinearOperator::matmul(const at::Tensor& X) const {
   const torchium::detail::NoAutocast no_autocast;
-  const int64_t n = node_->n;
-  TORCH_CHECK_VALUE(X.defined() && X.dim() >= 1 && X.size(X.dim() == 1 ? 0 : -2) == n, node_->kind,
-                    ": X is ", X.defined() ? at::str(X.sizes()) : "undefined", "; it must have ", n,
-                    " rows.");
-  TORCH_CHECK_VALUE(X.dtype() == node_->options.dtype() && X.device() == node_->options.device(),
-                    node_->kind, ": X is ", X.scalar_type(), " on ", X.device(), ", the operator ",
-                    c10::typeMetaToScalarType(node_->options.dtype()), " on ",
-                    node_->options.device(), "; they must be equal.");
+  check_operand(*node_, X, -2, "rows");
   return X.dim() == 1 ? node_->multiply(X.unsqueeze(-1)).squeeze(-1) : node_->multiply(X);
+}
+
+at::Tensor LinearOperator::rmatmul(const at::Tensor& X) const {
+  check_operand(*node_, X, -1, "columns");
+  // X A = (A^T X^T)^T.
+  return X.dim() == 1 ? transpose().matmul(X) : transpose().matmul(X.mT()).mT();
 }
 
 bool LinearOperator::is_dense() const {

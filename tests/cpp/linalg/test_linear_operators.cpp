@@ -74,6 +74,8 @@ TEST(LinearOperators, MultiplySolveAndHaveNumbers) {
     expect_equal_within_rounding(A.matmul(X), dense.matmul(X));
     expect_equal_within_rounding(A.matmul(X.select(1, 0)), dense.mv(X.select(1, 0)));
     expect_equal_within_rounding(A.transpose().matmul(X), dense.mT().matmul(X));
+    expect_equal_within_rounding(A.rmatmul(X.mT()), X.mT().matmul(dense));
+    expect_equal_within_rounding(A.rmatmul(X.select(1, 0)), dense.mT().mv(X.select(1, 0)));
     expect_equal_within_rounding(A.solve(X), torch::linalg_solve(dense, X));
     expect_equal_within_rounding(A.inverse().to_dense(), torch::linalg_inv(dense));
     expect_equal_within_rounding(A.diag(), dense.diagonal());

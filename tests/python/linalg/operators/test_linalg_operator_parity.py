@@ -35,7 +35,7 @@ def test_the_functions_are_the_same():
     body = header("linear_operator").split("class TORCHIUM_API LinearOperator")[1]
     body = body.split(" private:")[0]
     methods = set(re.findall(r"^  [\w:<>&, ]+ (\w+)\([^;]*?\) const;", body, re.MULTILINE))
-    named_otherwise = {"size", "sizes", "options", "matmul", "plus", "scaled"}
+    named_otherwise = {"size", "sizes", "options", "matmul", "rmatmul", "plus", "scaled"}
     python = {name for name in vars(linalg.LinearOperator) if not name.startswith("_")}
     assert methods - named_otherwise == python - {"T", "shape", "dtype", "device"}
 

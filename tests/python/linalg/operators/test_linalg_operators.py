@@ -46,8 +46,19 @@ def test_products(case):
         close(operator @ X, A @ X)
         close(operator.T @ X, A.T @ X)
         close(operator.T.T @ X, A @ X)
+    for shape in [(n,), (1, n), (4, n), (0, n), (2, 3, 4, n)]:
+        X = randn(*shape)
+        close(X @ operator, X @ A)
+        close(X @ operator.T, X @ A.T)
     close(operator.to_dense(), A)
     close(operator.T.to_dense(), A.T)
+
+
+def test_products_from_the_left_are_differentiable():
+    A, X = regular(5).requires_grad_(), randn(3, 5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda A, X: X @ linalg.Dense(A), (A, X))
+    batch = torch.stack([regular(5, seed) for seed in range(2)])
+    close(X @ linalg.Dense(batch), X @ batch)
 
 
 def test_arithmetic(case):
