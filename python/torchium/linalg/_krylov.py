@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,10 @@ class KrylovEigenpairs(NamedTuple):
 
 
 def lanczos(
-    A: Tensor | LinearOperator,
+    A: Tensor | LinearOperator | Callable[[Tensor], Tensor],
     k: int | None = None,
     *,
+    n: int | None = None,
     which: str = "LA",
     block_size: int | None = None,
     max_basis: int | None = None,
@@ -34,6 +36,8 @@ def lanczos(
     tol: float | None = None,
     start: Tensor | None = None,
     seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> KrylovEigenpairs:
     """Return ``k`` eigenpairs of a symmetric matrix, by Lanczos' method with thick restarts.
 
@@ -45,8 +49,10 @@ def lanczos(
     ``max_basis + block_size`` is formed and solved densely.
 
     Args:
-        A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; symmetric, float32 or float64.
+        A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; symmetric, float32 or float64. Or
+            the function ``product`` of ``LinearOperator(n, product)``.
         k: the number of eigenpairs, from 1 to n; by default 6, or n if that is less.
+        n: the order, of a function alone; by default the length of ``start``.
         which: ``"LA"`` (largest), ``"SA"`` (smallest) or ``"LM"`` (largest magnitude).
         block_size: columns per product. A matrix with eigenvalues of multiplicity m needs
             ``block_size >= m`` to find all of them reliably. By default that of ``start``, or 8 for a
@@ -59,6 +65,7 @@ def lanczos(
             errors, below ``100 finfo(dtype).eps max |lambda|``, and no longer fall.
         start: ``[n]`` or ``[n, block_size]``; by default random signs.
         seed: of the random signs, which are equal on every device. No global random state changes.
+        dtype, device: of a function alone; by default those of ``start``, else float32 on the CPU.
 
     Returns:
         :class:`KrylovEigenpairs`, real. Not differentiable.
@@ -67,13 +74,15 @@ def lanczos(
         ValueError: an argument that does not fit, a product that is not finite, or a matrix that is
             not symmetric.
     """
+    A = _operator("lanczos", A, n, start, dtype, device)
     return _eigenpairs(True, A, k, which, block_size, max_basis, max_restarts, tol, start, seed)
 
 
 def arnoldi(
-    A: Tensor | LinearOperator,
+    A: Tensor | LinearOperator | Callable[[Tensor], Tensor],
     k: int | None = None,
     *,
+    n: int | None = None,
     which: str = "LM",
     block_size: int | None = None,
     max_basis: int | None = None,
@@ -81,6 +90,8 @@ def arnoldi(
     tol: float | None = None,
     start: Tensor | None = None,
     seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> KrylovEigenpairs:
     """Return ``k`` eigenpairs of a real square matrix, by Arnoldi's method with thick restarts.
 
@@ -90,10 +101,12 @@ def arnoldi(
     can keep a pair from converging, whose remedy is a larger ``max_basis`` or ``tol``.
 
     Args:
-        A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; float32 or float64.
+        A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; float32 or float64. Or the function
+            ``product`` of ``LinearOperator(n, product)``.
         which: ``"LM"`` (largest magnitude), ``"LR"``, ``"SR"`` (largest and smallest real part) or
             ``"LI"`` (largest magnitude of the imaginary part).
-        k, block_size, max_basis, max_restarts, tol, start, seed: as for :func:`lanczos`.
+        k, n, block_size, max_basis, max_restarts, tol, start, seed, dtype, device: as for
+            :func:`lanczos`.
 
     Returns:
         :class:`KrylovEigenpairs`, complex. Not differentiable.
@@ -101,12 +114,42 @@ def arnoldi(
     Raises:
         ValueError: an argument that does not fit, or a product that is not finite.
     """
+    A = _operator("arnoldi", A, n, start, dtype, device)
     return _eigenpairs(False, A, k, which, block_size, max_basis, max_restarts, tol, start, seed)
+
+
+def _operator(
+    function: str,
+    A: Any,
+    n: int | None,
+    start: Any,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> LinearOperator:
+    """The matrix, or the function with its order, dtype and device, as an operator."""
+    if isinstance(A, (Tensor, LinearOperator)) or not callable(A):
+        for name, value in (("n", n), ("dtype", dtype), ("device", device)):
+            if value is not None:
+                raise ValueError(
+                    f"{function}: {name} is {value}, but A has its own; leave {name} out. It is for "
+                    "functions"
+                )
+        return as_operator(function, A)
+    if start is not None:
+        check_tensors(function, start=start)
+        n = len(start) if n is None and start.dim() > 0 else n
+        dtype, device = dtype or start.dtype, device or start.device
+    if n is None:
+        raise ValueError(
+            f"{function}: A is a function, whose order is not known; pass n=, or a "
+            "torchium.linalg.LinearOperator(n, product)"
+        )
+    return LinearOperator(n, A, dtype=dtype or torch.float32, device=device or "cpu")
 
 
 def _eigenpairs(
     symmetric: bool,
-    A: Any,
+    operator: LinearOperator,
     k: int | None,
     which: str,
     block_size: int | None,
@@ -117,7 +160,6 @@ def _eigenpairs(
     seed: int,
 ) -> KrylovEigenpairs:
     function = "lanczos" if symmetric else "arnoldi"
-    operator = as_operator(function, A)
     if k is not None:
         check_integer(function, "k", k, "it must be from 1 to n.")
     check_string(function, "which", which, 'it must be a string, as "LM".')

@@ -119,7 +119,6 @@ def kron_solve(
 def chunked_matmul(
     A: Tensor,
     B: Tensor,
-    *,
     max_workspace_bytes: int | None = None,
     precision: str | None = None,
 ) -> Tensor:

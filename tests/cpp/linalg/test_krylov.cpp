@@ -44,6 +44,15 @@ TEST(Krylov, LanczosFindsTheLargestEigenvalues) {
   EXPECT_LE(residuals.max().item<double>(), 1e-7);
 }
 
+TEST(Krylov, TakesAFunctionAndItsOrder) {
+  const auto D = torch::arange(1, 301, torch::kFloat64).unsqueeze(1);
+  const auto product = [D](const at::Tensor& X) { return D * X; };
+  const auto found = linalg::lanczos({300, product, torch::kFloat64}, 1);
+  EXPECT_NEAR(found.eigenvalues.item<double>(), 300, 1e-8);
+  const auto general = linalg::arnoldi({300, product, torch::kFloat64}, 1);
+  EXPECT_NEAR(torch::real(general.eigenvalues).item<double>(), 300, 1e-8);
+}
+
 TEST(Krylov, ArnoldiFindsAComplexPair) {
   auto A = diagonal_matrix(100) / 100;
   A[0][1] = 2;

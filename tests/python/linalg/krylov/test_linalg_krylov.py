@@ -251,15 +251,40 @@ def test_bad_options(kwargs, message):
         linalg.lanczos(torch.eye(50), **{"k": 6, **kwargs})
 
 
+@pytest.mark.parametrize("method", [linalg.lanczos, linalg.arnoldi])
+def test_a_function_is_an_operator(method):
+    D = torch.arange(1.0, 301.0)[:, None]
+    product = lambda X: D.to(X) * X  # noqa: E731
+    for found, dtype in [
+        (method(product, 2, n=300), torch.float32),
+        (method(product, 2, n=300, dtype=torch.float64), torch.float64),
+        (method(product, 2, start=torch.ones(300).double()), torch.float64),
+        (method(product, 2, start=torch.ones(300, 2), block_size=2), torch.float32),
+    ]:
+        torch.testing.assert_close(found.eigenvalues.real, torch.tensor([300, 299]).to(dtype))
+    expected = method(linalg.LinearOperator(300, product), 2)
+    found = method(product, 2, n=300, device="cpu")
+    assert all(map(torch.equal, found[:4], expected[:4]))
+    name = method.__name__
+    with pytest.raises(ValueError, match=rf"{name}: A is a function, whose order .*; pass n=, or"):
+        method(product)
+    with pytest.raises(ValueError, match=rf"{name}: n is 3, but A has its own; leave n out"):
+        method(torch.eye(3), n=3)
+    with pytest.raises(ValueError, match="n is 0; it must be a positive integer"):
+        method(product, n=0)
+    with pytest.raises(ValueError, match=rf"{name}: start is .*; it must be a tensor"):
+        method(product, n=3, start=[1.0])
+    with pytest.raises(ValueError, match=rf"{name}: start is \[4\] .*it must be \[300, 1\]"):
+        method(product, n=300, start=torch.ones(4))
+
+
 def test_bad_operators():
     with pytest.raises(ValueError, match=r"lanczos: A is \(3, 4\); it must be a square matrix"):
         linalg.lanczos(torch.zeros(3, 4))
     with pytest.raises(ValueError, match=r"lanczos: A is torch\.bfloat16; it must be float32 or"):
         linalg.lanczos(torch.eye(3).bfloat16())
-    with pytest.raises(
-        ValueError, match=r"A is of type function; it must be a tensor .* or a torchium"
-    ):
-        linalg.lanczos(lambda X: X)
+    with pytest.raises(ValueError, match=r"A is of type str; it must be a tensor .* or a torchium"):
+        linalg.lanczos("A")
     with pytest.raises(ValueError, match="n is 0; it must be a positive integer"):
         linalg.LinearOperator(0, lambda X: X)
     with pytest.raises(ValueError, match=r"the operator is not symmetric: .* use arnoldi"):

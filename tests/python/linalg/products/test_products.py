@@ -116,6 +116,14 @@ def test_chunked_matmul_keeps_to_any_workspace(m, k, n, spare):
     assert_keeps_to_its_workspace(A, B, 8 * k + 4 + spare)  # the minimum, and some more
 
 
+def test_chunked_matmul_takes_its_options_by_position():
+    A = randn(30, 20, dtype=torch.float16)
+    expected = linalg.chunked_matmul(A, A.T, max_workspace_bytes=5_000, precision="high")
+    assert torch.equal(linalg.chunked_matmul(A, A.T, 5_000, "high"), expected)
+    with pytest.raises(ValueError, match="precision is 'low'"):
+        linalg.chunked_matmul(A, A.T, None, "low")
+
+
 def test_chunked_matmul_needs_no_workspace_for_dense_float32():
     A, B = randn(2, 1, 30, 40, dtype=torch.float32), randn(3, 20, 40, dtype=torch.float32).mT
     torch.testing.assert_close(linalg.chunked_matmul(A, B, max_workspace_bytes=0), A @ B)
