@@ -1,7 +1,8 @@
-"""Eigenpairs and estimates of a large matrix, lists of small tensors, powers and products of matrices.
+"""Eigenpairs and estimates of a large matrix, a b + c, inverses, powers and products of matrices.
 
-Products in a limited workspace are measured in matrices/chunked_products.py. Lanczos' method is compared with its passes over the matrix and with SciPy's eigsh (CuPy's on a CUDA
-device); estimates of the diagonal with cola-ml, where these packages are installed.
+Products in a limited workspace are measured in matrices/chunked_products.py. Lanczos' method is compared
+with its passes over the matrix, and with SciPy's eigsh (CuPy's on a CUDA device) at the residual that this
+reaches; estimates of the diagonal with cola-ml at an error of 1 %, where these packages are installed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shared.common import (
 )
 from torch import Tensor
 from torchium.linalg import (
+    fused_mul_add,
     fused_mul_add_,
     hutchinson_diagonal,
     hutchpp,
@@ -41,8 +43,10 @@ PAIRS = 16
 TOLERANCE = 1e-5
 OURS = "torchium lanczos"
 PRODUCTS = "its passes over the matrix"
+ROUNDING = 1e-6  # residuals below it may be rounding errors of float32
 COLA = "cola-ml, Hutchinson"
 DIAGONAL = "torchium hutchinson_diagonal"
+WANTED_ERROR = 0.01  # of the diagonal
 
 
 def matrix(n: int, device: str) -> Tensor:
@@ -56,31 +60,20 @@ def matrix(n: int, device: str) -> Tensor:
     return A
 
 
-def eigensolvers(A: Tensor, passes: int) -> dict[str, Callable[[], object]]:
-    def multiply() -> None:
-        """As many passes over the matrix as Lanczos' method makes, one column each."""
-        x = torch.ones(len(A), device=A.device)
-        for _ in range(passes):
-            x = A @ x
-
-    found: dict[str, Callable[[], object]] = {
-        OURS: lambda: lanczos(A, PAIRS, tol=TOLERANCE)[:2],
-        PRODUCTS: multiply,
-    }
+def eigensolvers(A: Tensor) -> dict[str, Callable[[], object]]:
+    """Of other libraries, by name."""
     if A.is_cuda:
         try:
             import cupy
             from cupyx.scipy.sparse.linalg import eigsh
         except ImportError:
-            return found
+            return {}
         on_device = cupy.from_dlpack(A)
-        found["CuPy eigsh"] = lambda: _tensors(eigsh(on_device, PAIRS, tol=TOLERANCE), A)
-    else:
-        from scipy.sparse.linalg import eigsh
+        return {"CuPy eigsh": lambda: _tensors(eigsh(on_device, PAIRS, tol=TOLERANCE), A)}
+    from scipy.sparse.linalg import eigsh
 
-        array = A.numpy()
-        found["SciPy eigsh"] = lambda: _tensors(eigsh(array, PAIRS, which="LA", tol=TOLERANCE), A)
-    return found
+    array = A.numpy()
+    return {"SciPy eigsh": lambda: _tensors(eigsh(array, PAIRS, which="LA", tol=TOLERANCE), A)}
 
 
 def _tensors(pairs: tuple, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +90,25 @@ def largest_residual(A: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
 def measure_eigenpairs(report: Report, A: Tensor, rounds: int) -> None:
     block = 8 if A.is_cuda else 1  # the default
     passes = lanczos(A, PAIRS, tol=TOLERANCE).products // block
-    functions = eigensolvers(A, passes)
+
+    def multiply() -> None:
+        """As many passes over the matrix as Lanczos' method makes, one column each."""
+        x = torch.ones(len(A), device=A.device)
+        for _ in range(passes):
+            x = A @ x
+
+    functions: dict[str, Callable[[], object]] = {
+        OURS: lambda: lanczos(A, PAIRS, tol=TOLERANCE)[:2],
+        PRODUCTS: multiply,
+    }
+    peers = eigensolvers(A)
+    for peer, solve in peers.items():
+        reached = largest_residual(A, solve())
+        tol = reached if reached > ROUNDING else 0.0
+        functions[peer] = solve
+        functions[f"{OURS} to the residual of {peer}"] = lambda tol=tol: lanczos(A, PAIRS, tol=tol)[
+            :2
+        ]
     seconds = interleaved({name: waits(A.device.type, f) for name, f in functions.items()}, rounds)
     rows = []
     for name, function in functions.items():
@@ -110,16 +121,26 @@ def measure_eigenpairs(report: Report, A: Tensor, rounds: int) -> None:
         rows,
     )
     report.check("lanczos / its passes", median_ratio(seconds[OURS], seconds[PRODUCTS]), 1.3)
-    peer = next((name for name in seconds if name.endswith("eigsh")), None)
-    if peer is not None:
-        report.check(f"lanczos / {peer}", median_ratio(seconds[OURS], seconds[peer]), 0.5)
+    for peer in peers:
+        ratio = median_ratio(seconds[f"{OURS} to the residual of {peer}"], seconds[peer])
+        report.check(f"lanczos / {peer}, at its residual", ratio, 0.5)
 
 
-def measure_estimates(report: Report, A: Tensor, rounds: int) -> None:
+def samples_for(estimate: Callable[[int], Tensor], exact: Tensor) -> int:
+    """The least number of samples, in hundreds, by which an estimate has the wanted error."""
+    samples = 100
+    while float((estimate(samples) - exact).norm() / exact.norm()) > WANTED_ERROR:
+        samples += 100
+    return samples
+
+
+def measure_diagonal(report: Report, A: Tensor, rounds: int) -> None:
+    """Of A + I: Hutchinson's estimate of the diagonal of A to 1 % takes as many products as A has rows."""
+    A = A.clone()
+    A.diagonal().add_(1.0)
     n, exact = len(A), A.diagonal()
-    functions: dict[str, Callable[[], Tensor]] = {
-        DIAGONAL: lambda: hutchinson_diagonal(A, num_samples=1000).value,
-        "torchium xdiag, 200 products": lambda: xdiag(A, num_products=200).value,
+    estimates: dict[str, Callable[[int], Tensor]] = {
+        DIAGONAL: lambda samples: hutchinson_diagonal(A, num_samples=samples).value
     }
     try:
         import cola
@@ -128,22 +149,42 @@ def measure_estimates(report: Report, A: Tensor, rounds: int) -> None:
         report.skip("hutchinson_diagonal / cola-ml", "cola-ml is not installed")
     else:
         operator = cola.ops.Dense(A)
-        # 10 batches of 100, whose error is above the tolerance, the least that it takes.
-        functions[COLA] = lambda: hutchinson_diag_estimate(
-            operator, k=0, bs=100, tol=1.1e-3, max_iters=10
+        # Batches of 100 with the least tolerance that it takes, so that max_iters ends it. Normal numbers, its
+        # default, need many times as many samples as signs.
+        estimates[COLA] = lambda samples: hutchinson_diag_estimate(
+            operator, bs=100, tol=1.1e-3, max_iters=samples // 100, rand="rademacher"
         )[0]
+    samples = {name: samples_for(estimate, exact) for name, estimate in estimates.items()}
+    functions: dict[str, Callable[[], Tensor]] = {
+        name: lambda name=name: estimates[name](samples[name]) for name in estimates
+    }
+    stops = f"{DIAGONAL}, tol={WANTED_ERROR}"
+    functions[stops] = lambda: hutchinson_diagonal(A, num_samples=10**6, tol=WANTED_ERROR).value
+    samples[stops] = hutchinson_diagonal(A, num_samples=10**6, tol=WANTED_ERROR).products
+    functions["torchium xdiag, 200 products"] = lambda: xdiag(A, num_products=200).value
     seconds = interleaved({k: waits(A.device.type, f) for k, f in functions.items()}, rounds)
     rows = [
-        [name, 1e3 * statistics.median(seconds[name]), float((f() - exact).norm() / exact.norm())]
+        [
+            name,
+            samples.get(name, 200),
+            1e3 * statistics.median(seconds[name]),
+            float((f() - exact).norm() / exact.norm()),
+        ]
         for name, f in functions.items()
     ]
-    report.table(f"Diagonal, n = {n}, float32", ["", "ms", "relative error"], rows)
+    report.table(
+        f"Diagonal of A + I to {WANTED_ERROR:.0%}, n = {n}, float32",
+        ["", "products", "ms", "relative error"],
+        rows,
+    )
     if COLA in seconds:
         ratio = median_ratio(seconds[DIAGONAL], seconds[COLA])
-        report.check("hutchinson_diagonal / cola-ml", ratio, 0.2)
+        report.check("hutchinson_diagonal / cola-ml, at 1 % error", ratio, 0.2)
 
-    double = A.double()
-    functions = {
+
+def measure_traces(report: Report, A: Tensor, rounds: int) -> None:
+    n, double = len(A), A.double()
+    functions: dict[str, Callable[[], Tensor]] = {
         "trace: sum of the diagonal": lambda: double.diagonal().sum(),
         "trace: torchium hutchpp, 99 products": lambda: hutchpp(A).value,
         "log det: torch.linalg.cholesky": lambda: (
@@ -158,6 +199,32 @@ def measure_estimates(report: Report, A: Tensor, rounds: int) -> None:
         target = next(v for k, v in values.items() if k.split(":")[0] == name.split(":")[0])
         rows.append([name, 1e3 * statistics.median(seconds[name]), abs(value / target - 1)])
     report.table(f"Trace and log-determinant, n = {n}", ["", "ms", "relative error"], rows)
+
+
+def measure_elements(report: Report, device: str, rounds: int, n: int, dtype: torch.dtype) -> None:
+    """a b + c of large matrices, which memory limits."""
+    a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+    functions: dict[str, Callable[[], object]] = {
+        "torchium fused_mul_add": lambda: fused_mul_add(a, b, c),
+        "torch.addcmul": lambda: torch.addcmul(c, a, b),
+    }
+    if a.is_cuda:
+        compiled = torch.compile(lambda a, b, c: a * b + c)
+        functions["torch.compile of a * b + c"] = lambda: compiled(a, b, c)
+    for function in functions.values():
+        function()
+    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
+    moved = 4 * a.nbytes
+    rows = []
+    for name in functions:
+        median = statistics.median(seconds[name])
+        rows.append([name, 1e3 * median, 1e-9 * moved / median])
+    kind = str(dtype).removeprefix("torch.")
+    report.table(f"a b + c, n = {n}, {kind}", ["", "ms", "GB/s"], rows)
+    ours, *peers = functions
+    for peer in peers if a.is_cuda else ():  # elsewhere by torch.addcmul
+        ratio = median_ratio(seconds[ours], seconds[peer])
+        report.check(f"fused_mul_add / {peer}, {kind}", ratio, 1.0)
 
 
 def measure_lists(report: Report, device: str, rounds: int) -> None:
@@ -210,9 +277,9 @@ def measure_inverses(report: Report, device: str, rounds: int, n: int, count: in
         f"Inverses and solutions, {count} of n = {n}, float32", ["", "ms", "relative error"], rows
     )
     ours, peer = list(functions)[:2]
-    report.check(
-        f"spd_inverse / {peer}, n = {n}", median_ratio(seconds[ours], seconds[peer]), 1 / 3
-    )
+    if A.is_cuda:  # elsewhere by Cholesky, too
+        ratio = median_ratio(seconds[ours], seconds[peer])
+        report.check(f"spd_inverse / {peer}, {count} of n = {n}", ratio, 1 / 3)
 
 
 def measure_kronecker(report: Report, device: str, rounds: int, order: int, count: int) -> None:
@@ -261,28 +328,32 @@ def measure_powers(report: Report, device: str, rounds: int, n: int, count: int)
 
 def main() -> int:
     arguments = parse_arguments(__doc__.splitlines()[0], device=True)
-    on_gpu = arguments.device.startswith("cuda")
-    n = 400 if arguments.tiny else 16384 if on_gpu else 4096
+    device, rounds = arguments.device, arguments.rounds
+    is_large = device.startswith("cuda") and not arguments.tiny
+    n = 16384 if is_large else 400 if arguments.tiny else 2048
+    size = (512, 32) if is_large else (32, 4) if arguments.tiny else (128, 16)
     report = Report("Eigenpairs, estimates, lists, powers and products")
-    A = matrix(n, arguments.device)
-    measure_eigenpairs(report, A, arguments.rounds)
-    measure_estimates(report, A, arguments.rounds)
+    A = matrix(n, device)
+    measure_eigenpairs(report, A, rounds)
+    measure_diagonal(report, A, rounds)
+    measure_traces(report, A, rounds)
     del A
-    measure_lists(report, arguments.device, arguments.rounds)
-    size = (32, 4) if arguments.tiny else (512, 32) if on_gpu else (128, 16)
-    measure_powers(report, arguments.device, arguments.rounds, *size)
-    for shape in [size, (1024, 8)] if on_gpu and not arguments.tiny else [size]:
-        measure_inverses(report, arguments.device, arguments.rounds, *shape)
-    measure_kronecker(report, arguments.device, arguments.rounds, *size)
+    for dtype in (torch.float32, torch.bfloat16):
+        measure_elements(report, device, rounds, n, dtype)
+    measure_lists(report, device, rounds)
+    measure_powers(report, device, rounds, *size)
+    batches = [(64, 4096), (128, 1024), (256, 256), (512, 32), (1024, 8)]
+    for shape in batches if is_large else [size]:
+        measure_inverses(report, device, rounds, *shape)
+    measure_kronecker(report, device, rounds, *size)
     several = [(512, 1), (512, 32), (1024, 1), (1024, 8)]
-    for shape in several if on_gpu and not arguments.tiny else [size]:
-        measure_singular_values(report, arguments.device, min(arguments.rounds, 5), *shape)
-    eigenproblems = [(512, 1), (512, 32), (1024, 1), (1024, 8), (1025, 1), (128, 256)]
-    for shape in eigenproblems if on_gpu and not arguments.tiny else [size]:
-        measure_eigenproblems(report, arguments.device, min(arguments.rounds, 5), *shape)
-    measure_products(report, arguments.device, arguments.rounds, arguments.tiny)
-    device = torch.device(arguments.device).type
-    missed = report.finish(result_file(f"linalg_{device}", arguments))
+    for shape in several if is_large else [size]:
+        measure_singular_values(report, device, min(rounds, 5), *shape)
+    eigenproblems = [*several, (1025, 1), (128, 256)]
+    for shape in eigenproblems if is_large else [size]:
+        measure_eigenproblems(report, device, min(rounds, 5), *shape)
+    measure_products(report, device, rounds, arguments.tiny)
+    missed = report.finish(result_file(f"linalg_{torch.device(device).type}", arguments))
     return int(missed > 0 and not arguments.tiny)
 
 
