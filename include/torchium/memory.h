@@ -61,10 +61,12 @@ struct WorkspaceUse {
 // may change what it counts.
 TORCHIUM_API std::vector<WorkspaceUse> workspace_report();
 
-// The largest workspace in bytes that an operation of torchium takes where the caller sets no
-// limit: max_workspace_bytes of linalg::chunked_matmul, and what the arena of a device keeps. For
-// the whole process; std::nullopt, the default: none. The state and the scratch of optimizers are
-// not limited: without them there is no step. c10::ValueError: bytes is negative.
+// Bounds three things, for the whole process: the default max_workspace_bytes of
+// linalg::chunked_matmul, the fp16 copy of a large matrix by which linalg::hutchinson_trace and
+// hutchinson_diagonal multiply on Hopper (without it they multiply in float32), and what the arena
+// of a device keeps. Nothing else: other functions and the optimizers take the scratch that they
+// need, and their state is not limited. std::nullopt, the default: no limit. c10::ValueError: bytes
+// is negative.
 TORCHIUM_API void set_workspace_limit(std::optional<int64_t> bytes);
 TORCHIUM_API std::optional<int64_t> workspace_limit();
 

@@ -102,11 +102,14 @@ def workspace_report() -> tuple[WorkspaceUse, ...]:
 
 
 def set_workspace_limit(bytes: int | None) -> None:
-    """Set the most workspace that an operation takes where its caller sets no limit of its own.
+    """Bound three kinds of scratch memory, for the whole process.
 
-    It bounds the default ``max_workspace_bytes`` of :func:`torchium.linalg.chunked_matmul`, and what
-    the arena of ``efficient_tensor_creation`` keeps on a device. It holds for the whole process. The
-    state and the scratch of optimizers are not limited: without them there is no step.
+    These are the default ``max_workspace_bytes`` of :func:`torchium.linalg.chunked_matmul`; the fp16
+    copy of a large matrix by which :func:`torchium.linalg.hutchinson_trace` and
+    :func:`torchium.linalg.hutchinson_diagonal` multiply on Hopper (without it they multiply in
+    float32); and what the arena of ``efficient_tensor_creation`` keeps on a device. Nothing else:
+    other functions and the optimizers take the scratch that they need, and their state is not
+    limited.
 
     Args:
         bytes: None, as at first: no limit.
