@@ -6,6 +6,7 @@
 #include "linalg/estimators/sketched.h"
 #include "linalg/krylov/krylov_process.h"
 #include "linalg/structured/dense_product.h"
+#include "ops/operator_classes.h"
 
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -19,14 +20,6 @@ namespace torchium::ops {
 namespace {
 
 namespace detail = linalg::detail;
-
-struct OperatorProcess : torch::CustomClassHolder {
-  explicit OperatorProcess(std::unique_ptr<detail::OperatorProcess> algorithm)
-      : algorithm(std::move(algorithm)) {}
-
-  std::unique_ptr<detail::OperatorProcess> algorithm;
-};
-using Process = c10::intrusive_ptr<OperatorProcess>;
 
 template <typename Algorithm, typename... Arguments>
 Process make(Arguments&&... arguments) {
@@ -87,27 +80,16 @@ at::Tensor random_signs(int64_t n, int64_t columns, int64_t seed, int64_t first_
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchium, m) {
+void define_process_ops(torch::Library& m) {
   m.class_<OperatorProcess>("OperatorProcess")
-      .def("operand",
-           [](const Process& self) -> std::optional<at::Tensor> {
-             const at::Tensor X = self->algorithm->operand();
-             return X.defined() ? std::make_optional(X) : std::nullopt;
-           })
-      .def("accept",
-           [](const Process& self, const at::Tensor& product) { self->algorithm->accept(product); })
-      // Runs to the end with a matrix.
-      .def("run",
-           [](const Process& self, const at::Tensor& A) {
-             return self->algorithm->run(linalg::LinearOperator(A));
-           })
-      .def("result", [](const Process& self) { return self->algorithm->result(); })
+      // To the end, with the result.
+      .def("run", [](const Process& self, const Handle& A) { return self->algorithm->run(A->A); })
       .def("products", [](const Process& self) { return self->algorithm->products(); });
-  m.def("krylov", &krylov);
-  m.def("hutchinson", &hutchinson);
-  m.def("hutchpp", &sketched<detail::HutchppProcess, int64_t>);
-  m.def("xdiag", &sketched<detail::XdiagProcess, std::optional<int64_t>>);
-  m.def("logdet", &logdet);
+  m.def("krylov_process", &krylov);
+  m.def("hutchinson_process", &hutchinson);
+  m.def("hutchpp_process", &sketched<detail::HutchppProcess, int64_t>);
+  m.def("xdiag_process", &sketched<detail::XdiagProcess, std::optional<int64_t>>);
+  m.def("logdet_process", &logdet);
   m.def("random_signs", &random_signs);
   m.def("_dense_product(Tensor A, Tensor X) -> Tensor", &detail::dense_product);
 }

@@ -3,6 +3,7 @@
 // A matrix that Python knows by its products is the operator of a number; `operator_product`, which
 // Python implements, multiplies by it. So this library needs no Python.
 #include "linalg/operators/parameter_derivatives.h"
+#include "ops/operator_classes.h"
 #include <torchium/linalg/linear_operator.h>
 #include <torchium/linalg/solvers.h>
 #include <torchium/linalg/structured_operators.h>
@@ -20,12 +21,6 @@
 
 namespace torchium::ops {
 namespace {
-
-struct OperatorHandle : torch::CustomClassHolder {
-  explicit OperatorHandle(linalg::LinearOperator A) : A(std::move(A)) {}
-  linalg::LinearOperator A;
-};
-using Handle = c10::intrusive_ptr<OperatorHandle>;
 
 Handle handle_of(linalg::LinearOperator A) {
   return c10::make_intrusive<OperatorHandle>(std::move(A));
@@ -133,6 +128,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("eigs", [](const Handle& self, std::optional<int64_t> k,
                       const std::string& which) { return self->A.eigs(k, which); })
       .def("solve_iteratively", &solve_iteratively);
+  define_process_ops(m);
   m.def("check_params", [](const std::string& function, const std::vector<Tensor>& params) {
     linalg::detail::check_params(function.c_str(), params);
   });

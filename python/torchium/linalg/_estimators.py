@@ -91,7 +91,7 @@ def hutchpp(
         ValueError: an argument that does not fit.
     """
     _check_integers("hutchpp", num_products=num_products)
-    return _sketched(_ops.hutchpp, "hutchpp", A, num_products, seed)
+    return _sketched(_ops.hutchpp_process, "hutchpp", A, num_products, seed)
 
 
 def xdiag(
@@ -116,7 +116,7 @@ def xdiag(
     """
     if num_products is not None:
         _check_integers("xdiag", num_products=num_products)
-    return _sketched(_ops.xdiag, "xdiag", A, num_products, seed)
+    return _sketched(_ops.xdiag_process, "xdiag", A, num_products, seed)
 
 
 def logdet(
@@ -152,7 +152,7 @@ def logdet(
     _check_integers(
         "logdet", num_samples=num_samples, num_steps=num_steps, block_size=block_size, seed=seed
     )
-    process = _ops.logdet(
+    process = _ops.logdet_process(
         len(operator), num_samples, num_steps, block_size, seed, operator.dtype, operator.device
     )
     return _estimate(process, operator)
@@ -173,7 +173,7 @@ def _hutchinson(
         check_integer(function, "block_size", block_size, "it must be a positive integer, or None.")
     if tol is not None:
         check_numbers(function, tol=tol)
-    process = _ops.hutchinson(
+    process = _ops.hutchinson_process(
         diagonal,
         len(operator),
         num_samples,

@@ -172,7 +172,7 @@ def _eigenpairs(
     if start is not None:
         check_tensors(function, start=start)
     check_integer(function, "seed", seed, "it must be an integer below 2**63.")
-    process = _ops.krylov(
+    process = _ops.krylov_process(
         symmetric,
         len(operator),
         k,

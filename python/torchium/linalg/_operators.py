@@ -400,13 +400,7 @@ def as_operator(function: str, A: Any, name: str = "A") -> LinearOperator:
 
 
 def run(process: Any, A: LinearOperator) -> list[Tensor]:
-    """The result of an algorithm that asks for products with an operator."""
-    result: list[Tensor]
+    """The result of an algorithm that multiplies by an operator."""
     with torch.no_grad():
-        if A.is_dense:
-            result = process.run(A.to_dense())
-        else:
-            while (X := process.operand()) is not None:
-                process.accept(A @ X)
-            result = process.result()
+        result: list[Tensor] = process.run(A._handle)
     return result

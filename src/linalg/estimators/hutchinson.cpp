@@ -53,7 +53,8 @@ at::Tensor RunningMean::standard_error() const {
 
 HutchinsonProcess::HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonOptions& options,
                                      bool is_dense, const at::TensorOptions& tensor_options)
-    : diagonal_(diagonal),
+    : OperatorProcess(diagonal ? "torchium::hutchinson_diagonal" : "torchium::hutchinson_trace"),
+      diagonal_(diagonal),
       n_(n),
       options_(options),
       block_(block_size(options, is_dense)),

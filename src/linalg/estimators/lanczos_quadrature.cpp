@@ -14,7 +14,10 @@ namespace torchium::linalg::detail {
 
 LogdetProcess::LogdetProcess(int64_t n, const LogdetOptions& options,
                              const at::TensorOptions& tensor_options)
-    : n_(n), options_(options), tensor_options_(tensor_options) {
+    : OperatorProcess("torchium::logdet"),
+      n_(n),
+      options_(options),
+      tensor_options_(tensor_options) {
   check_operator("logdet", n, tensor_options);
   check_positive("logdet", "num_samples", options.num_samples);
   check_positive("logdet", "num_steps", options.num_steps);

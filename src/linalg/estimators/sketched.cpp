@@ -41,7 +41,8 @@ at::Tensor left_out_directions(const at::Tensor& R) {
 
 HutchppProcess::HutchppProcess(int64_t n, int64_t num_products, uint64_t seed,
                                const at::TensorOptions& options)
-    : n_(n),
+    : OperatorProcess("torchium::hutchpp"),
+      n_(n),
       sketch_(std::min(num_products / 3, n)),
       samples_(num_products - 2 * sketch_),
       seed_(seed),
@@ -70,7 +71,8 @@ void HutchppProcess::use(const at::Tensor& operand, const at::Tensor& product) {
 }
 
 XdiagProcess::XdiagProcess(int64_t n, std::optional<int64_t> num_products, uint64_t seed,
-                           const at::TensorOptions& options) {
+                           const at::TensorOptions& options)
+    : OperatorProcess("torchium::xdiag") {
   check_operator("xdiag", n, options);
   const int64_t most = 2 * n;
   const int64_t products = num_products.value_or(std::min(kDefaultProducts, most));

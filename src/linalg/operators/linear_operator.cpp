@@ -6,6 +6,7 @@
 #include "linalg/structured/iterative/iterative_function.h"
 #include "linalg/structured/operator_node.h"
 #include "support/no_autocast.h"
+#include "support/phase.h"
 #include <torchium/linalg/estimators.h>
 #include <torchium/linalg/krylov.h>
 #include <torchium/linalg/linear_operator.h>
@@ -318,27 +319,33 @@ void check_estimate(const char* function, const EstimateOptions& options) {
 }  // namespace
 
 LinearOperator LinearOperator::inverse(const IterationOptions& options) const {
+  const torchium::detail::Phase phase("torchium::inverse");
   return image(*this, "inverse", -1.0, options);
 }
 
 at::Tensor LinearOperator::solve(const at::Tensor& X, const IterationOptions& options) const {
+  const torchium::detail::Phase phase("torchium::solve");
   return image(*this, "solve", -1.0, options).matmul(X);
 }
 
 LinearOperator LinearOperator::exp(const IterationOptions& options) const {
+  const torchium::detail::Phase phase("torchium::exp");
   return image(*this, "exp", std::nullopt, options);
 }
 
 LinearOperator LinearOperator::sqrt(const IterationOptions& options) const {
+  const torchium::detail::Phase phase("torchium::sqrt");
   return image(*this, "sqrt", 0.5, options);
 }
 
 LinearOperator LinearOperator::pow(double exponent, const IterationOptions& options) const {
+  const torchium::detail::Phase phase("torchium::pow");
   TORCH_CHECK_VALUE(std::isfinite(exponent), "pow: exponent is ", exponent, "; it must be finite.");
   return image(*this, "pow", exponent, options);
 }
 
 at::Tensor LinearOperator::diag(const EstimateOptions& options) const {
+  const torchium::detail::Phase phase("torchium::diag");
   const torchium::detail::NoAutocast no_autocast;
   check_estimate("diag", options);
   if (auto found = node_->diag(options)) {
@@ -355,6 +362,7 @@ at::Tensor LinearOperator::diag(const EstimateOptions& options) const {
 }
 
 at::Tensor LinearOperator::trace(const EstimateOptions& options) const {
+  const torchium::detail::Phase phase("torchium::trace");
   const torchium::detail::NoAutocast no_autocast;
   check_estimate("trace", options);
   if (auto found = node_->trace(options)) {
@@ -371,6 +379,7 @@ at::Tensor LinearOperator::trace(const EstimateOptions& options) const {
 }
 
 std::tuple<at::Tensor, at::Tensor> LinearOperator::slogdet(const EstimateOptions& options) const {
+  const torchium::detail::Phase phase("torchium::slogdet");
   const torchium::detail::NoAutocast no_autocast;
   check_estimate("slogdet", options);
   const detail::Slogdet found = detail::slogdet_of(*this, options);
@@ -390,6 +399,7 @@ at::Tensor LinearOperator::det(const EstimateOptions& options) const {
 
 std::tuple<at::Tensor, at::Tensor> LinearOperator::eigs(std::optional<int64_t> k,
                                                         const std::string& which) const {
+  const torchium::detail::Phase phase("torchium::eigs");
   const torchium::detail::NoAutocast no_autocast;
   detail::check_single("eigs", *this);
   TORCH_CHECK_VALUE(!k || (*k >= 1 && *k <= size()), "eigs: k is ", k.value_or(0),

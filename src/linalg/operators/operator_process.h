@@ -1,5 +1,4 @@
-// An algorithm that asks for products with an operator, one after the other (reverse
-// communication), so that both languages run it with operators of their own.
+// An algorithm that asks for products with an operator, one after the other.
 #pragma once
 
 #include <torchium/linalg/linear_operator.h>
@@ -13,35 +12,30 @@ namespace torchium::linalg::detail {
 
 class OperatorProcess {
  public:
+  // phase: its name in profiles, a literal.
+  explicit OperatorProcess(const char* phase) : phase_(phase) {}
   virtual ~OperatorProcess() = default;
 
-  // The columns [n, columns] to be multiplied next; undefined once the result is there.
-  at::Tensor operand();
-
-  // A times operand(). c10::ValueError: another shape, dtype or device, or a changed operand().
-  void accept(const at::Tensor& product);
-
-  // c10::Error: products are missing.
-  std::vector<at::Tensor> result();
+  // Runs to the end with A. c10::ValueError: a product of another shape, dtype or device, or one
+  // that changes its operand.
+  std::vector<at::Tensor> run(const LinearOperator& A);
 
   int64_t products() const { return products_; }
 
+ protected:
   // A, or the same matrix in a form in which the products that are to come are faster.
   virtual LinearOperator prepared(const LinearOperator& A) const { return A; }
-
-  // Runs to the end with A.
-  std::vector<at::Tensor> run(const LinearOperator& A);
-
- protected:
-  virtual at::Tensor next_operand() = 0;  // undefined: finished
+  // The columns [n, columns] to be multiplied next; undefined once the result is there.
+  virtual at::Tensor next_operand() = 0;
   virtual void use(const at::Tensor& operand, const at::Tensor& product) = 0;
   virtual std::vector<at::Tensor> make_result() = 0;
 
   int64_t products_ = 0;  // columns, with those that use() is given
 
  private:
-  at::Tensor operand_;
-  int64_t version_ = 0;  // of operand_, which the operator must not change
+  void multiply(const LinearOperator& A, const at::Tensor& X);
+
+  const char* phase_;
 };
 
 }  // namespace torchium::linalg::detail

@@ -1,5 +1,6 @@
 // What profilers see of a step: ranges, and the work that kernels announce.
 #include "support/phase.h"
+#include <torchium/linalg.h>
 #include <torchium/optim/shampoo.h>
 
 #include <ATen/record_function.h>
@@ -45,6 +46,25 @@ TEST_F(Phases, OfAStepAreRanges) {
   optimizer.step();
   for (const char* name : {"elementwise", "statistics", "roots", "precondition"}) {
     EXPECT_GE(seen_ranges.count(std::string("torchium::") + name), 1U) << name;
+  }
+}
+
+TEST_F(Phases, OfLinearAlgebraAreRanges) {
+  const auto I = torch::eye(60), b = torch::ones({60});
+  const linalg::LinearOperator A(60, [](const at::Tensor& X) { return 2 * X; });
+  linalg::lanczos(A, 2);
+  linalg::arnoldi(A, 2);
+  linalg::hutchinson_trace(I);
+  linalg::hutchinson_diagonal(I);
+  linalg::hutchpp(A);
+  linalg::xdiag(A);
+  linalg::logdet(A);
+  linalg::cg(A, b);
+  linalg::gmres(A, b);
+  linalg::LinearOperator(I).solve(b);
+  for (const char* name : {"lanczos", "arnoldi", "hutchinson_trace", "hutchinson_diagonal",
+                           "hutchpp", "xdiag", "logdet", "cg", "gmres", "solve"}) {
+    EXPECT_EQ(seen_ranges.count(std::string("torchium::") + name), 1U) << name;
   }
 }
 

@@ -4,6 +4,7 @@
 #include "linalg/structured/iterative/solver_checks.h"
 #include "linalg/structured/operator_node.h"
 #include "support/no_autocast.h"
+#include "support/phase.h"
 #include "support/warn.h"
 #include <torchium/linalg/solvers.h>
 
@@ -193,6 +194,7 @@ at::Tensor gmres_cycle(LinearSystem& system, const at::Tensor& R, int64_t restar
 }  // namespace
 
 SolveResult cg(const LinearOperator& A, const at::Tensor& B, const SolverOptions& options) {
+  const torchium::detail::Phase phase("torchium::cg");
   LinearSystem system("cg", A, B, options);
   // The error falls in the norm of A.
   return system.solve(/*longer_may_be_better=*/true,
@@ -201,6 +203,7 @@ SolveResult cg(const LinearOperator& A, const at::Tensor& B, const SolverOptions
 
 SolveResult gmres(const LinearOperator& A, const at::Tensor& B, const SolverOptions& options,
                   int64_t restart) {
+  const torchium::detail::Phase phase("torchium::gmres");
   detail::check_positive("gmres", "restart", restart);
   LinearSystem system("gmres", A, B, options);
   return system.solve(/*longer_may_be_better=*/false,

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torchium
+from torchium import linalg
 from torchium._profile.limits import Limits
 from torchium._profile.trace import phase_costs
 
@@ -201,6 +202,34 @@ def test_a_second_profiler_is_refused_before_anything_runs(outer):
     with torchium.profile(**device) as profile, torch.profiler.record_function("torchium::x"):
         torch.ones(9).sum()
     assert [phase.name for phase in profile.phases] == ["x"]
+
+
+LINEAR_ALGEBRA = {
+    "lanczos": lambda A, b: linalg.lanczos(A, 2),
+    "arnoldi": lambda A, b: linalg.arnoldi(A, 2),
+    "hutchinson_trace": lambda A, b: linalg.hutchinson_trace(A),
+    "hutchinson_diagonal": lambda A, b: linalg.hutchinson_diagonal(A),
+    "hutchpp": lambda A, b: linalg.hutchpp(A),
+    "xdiag": lambda A, b: linalg.xdiag(A),
+    "logdet": lambda A, b: linalg.logdet(A),
+    "cg": linalg.cg,
+    "gmres": linalg.gmres,
+    "solve": lambda A, b: A.solve(b),
+    "exp": lambda A, b: A.exp() @ b,
+}
+
+
+def test_algorithms_of_linear_algebra_are_phases():
+    """With the products of an operator that is known by its structure."""
+    A = linalg.Dense(torch.eye(200)) + linalg.Diagonal(torch.linspace(0, 1, 200))
+    A, b = A.assume("positive_definite"), torch.ones(200)
+    with torchium.profile(device="cpu", print_table=False) as profile:
+        for function in LINEAR_ALGEBRA.values():
+            function(A, b)
+    found = {phase.name: phase for phase in profile.phases}
+    assert {name: found[name].calls for name in LINEAR_ALGEBRA} == dict.fromkeys(LINEAR_ALGEBRA, 1)
+    named = sum(found[name].seconds for name in LINEAR_ALGEBRA)
+    assert named > 0.8 * sum(phase.seconds for phase in profile.phases)
 
 
 @pytest.mark.parametrize("path", [3, "no-folder/roofline.png"])
