@@ -127,7 +127,7 @@ class Capture:
         """
         with self._lock:
             new = list(params)
-            self._is_idle = False
+            self._is_wanted, self._is_idle = None, False
             self._params.update(new)
             self.core.watch(new)
             for module in list(self.modules):

@@ -106,6 +106,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(new_group(self._OPTIONS, param_group, self.defaults))
         self._bound_to = None
+        self._decided = False  # without the new parameters
         forget_compiled()
         self._capture.watch(self.param_groups[-1]["params"])
 
@@ -165,6 +166,8 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
                 self._check_changed_options(index, group)
         except BaseException:
             self._withdraw()
+            if not self._decided:  # the option was wrong before the forward pass too
+                self._forget_calls()
             raise
         reaches_plan = False  # which agrees with other ranks
         try:
@@ -187,13 +190,13 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         finally:
             self._forget_calls()
             self._capture.settle()
-            self._decided = False
 
     def _withdraw(self) -> None:
         if self._group_name:
             self._own_plan().core.withdraw()
 
     def _forget_calls(self) -> None:
+        self._decided = False
         self._capture.forget()
         if self._plan is not None:
             self._plan.core.forget()
@@ -209,6 +212,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
             self._follow_schedules()
             self._adopt_options(plan)
         except Exception:
+            self._decided = False
             return None
         return plan
 

@@ -118,6 +118,52 @@ def test_a_wrong_option_leaves_what_was_captured(name):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("optimizer_forgets", [True, False])
+@pytest.mark.parametrize("name", CAPTURING_CASES)
+def test_an_option_that_was_wrong_during_the_forward_pass_costs_that_pass_alone(
+    name, optimizer_forgets
+):
+    results = []
+    for is_wrong in (False, True):
+        layer, inputs = layer_and_inputs()
+        optimizer = CAPTURING_CASES[name](layer.parameters())
+        if is_wrong:
+            good = optimizer.param_groups[0]["damping"]
+            optimizer.param_groups[0]["damping"] = -1.0
+            backward(layer, optimizer, inputs)
+            with pytest.raises(ValueError, match="damping"):
+                optimizer.step()
+            optimizer.param_groups[0]["damping"] = good
+        for _ in range(2):
+            (optimizer if optimizer_forgets else layer).zero_grad()
+            layer(inputs).square().mean().backward()
+            optimizer.step()
+        results.append([values(layer), optimizer.state_dict()["state"]])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("name", CAPTURING_CASES)
+def test_a_group_that_joins_after_a_forward_pass_is_captured_from_its_first_step_on(name):
+    results = []
+    for evaluates in (False, True):
+        layer, inputs = layer_and_inputs()
+        optimizer = CAPTURING_CASES[name](layer.parameters())
+        backward(layer, optimizer, inputs)
+        optimizer.step()
+        if evaluates:
+            layer(inputs)  # decides what the next step needs
+        head = nn.Linear(3, 3)
+        head.load_state_dict({"weight": torch.eye(3), "bias": torch.zeros(3)})
+        optimizer.add_param_group({"params": head.parameters()})
+        model = nn.Sequential(layer, head)
+        for _ in range(2):
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        results.append([values(model), optimizer.state_dict()["state"]])
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("name", CAPTURING_CASES)
 @pytest.mark.filterwarnings("ignore:KFAC preconditions 0 of 2 parameters")
 def test_a_parameter_that_replaces_another_in_its_group_is_captured_from_the_next_step_on(name):
