@@ -183,8 +183,10 @@ class CoreOptimizer(Optimizer):
     def _check_changed_options(self, index: int, group: dict[str, Any]) -> None:
         """Checks options that were set in ``param_groups`` since the last step."""
         lr = group["lr"]
-        if not isinstance(lr, Tensor) and self._checked_lrs.get(index) != lr:
-            self._checked_lrs[index] = self._OPTIONS.checked_lr(lr)
+        if isinstance(lr, Tensor):  # its value may be on a device, which no step waits for
+            self._OPTIONS.check_lr_tensor(lr)
+        elif type(lr) is not float or self._checked_lrs.get(index) != lr:
+            group["lr"] = self._checked_lrs[index] = self._OPTIONS.checked_lr(lr)
         self._check_changed_but_lr(index, group)
 
     def _check_changed_but_lr(self, index: int, group: dict[str, Any]) -> None:

@@ -76,14 +76,18 @@ class OptionList:
         """A number, or a real floating-point tensor with one element."""
         if not isinstance(lr, Tensor):
             return self.checked_one("lr", lr)  # type: ignore[no-any-return]
+        self.check_lr_tensor(lr)
+        if lr.device.type != "meta":
+            self.checked_lr(lr.item())
+        return lr
+
+    def check_lr_tensor(self, lr: Tensor) -> None:
+        """All but its value."""
         if lr.numel() != 1 or not lr.dtype.is_floating_point:
             raise ValueError(
                 "lr as a tensor must be floating-point with one element, "
                 f"got shape {list(lr.shape)} of {lr.dtype}"
             )
-        if lr.device.type != "meta":
-            self.checked_lr(lr.item())
-        return lr
 
     def _refuse_wrong(self, values: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         wrong = torch.ops.torchium.wrong_option(self.optimizer, values)

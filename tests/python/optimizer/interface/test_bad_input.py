@@ -20,6 +20,7 @@ from optimizer_cases import (
     run,
     set_gradients,
     snapshot,
+    values,
 )
 from torch import nn
 
@@ -210,6 +211,41 @@ def test_numbers_of_other_libraries_become_plain_python():
         assert type(group[name]) is kind, name
     assert group["betas"] == (0.0, 1.0)
     assert type(group["betas"][0]) is float
+
+
+@all_cases
+@pytest.mark.parametrize("kind", ["float32", "int64", "Fraction"])
+def test_a_learning_rate_of_another_library_is_that_number_in_mid_run_too(make, kind):
+    import fractions
+
+    import numpy as np
+
+    lr = {"float32": np.float32(0.5), "int64": np.int64(1), "Fraction": fractions.Fraction(1, 8)}
+    results = []
+    for value in (float(lr[kind]), lr[kind]):
+        model = mlp()
+        optimizer = make(model.parameters())
+        run(model, optimizer, 0, 2)
+        optimizer.param_groups[0]["lr"] = value
+        results.append(run(model, optimizer, 2, 2))
+        assert type(optimizer.param_groups[0]["lr"]) is float
+    assert_same(*results)
+
+
+@all_cases
+@pytest.mark.parametrize(
+    ("lr", "message"),
+    [(None, "lr must be .*, got None"), (torch.tensor([1e-3, 1e-2]), "lr as a tensor must be")],
+)
+def test_a_learning_rate_that_is_no_number_is_refused_in_the_first_step_too(make, lr, message):
+    model = mlp()
+    optimizer = make(model.parameters())
+    give_gradients(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = lr
+    before = values(model)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert_same(values(model), before)
 
 
 # ---- parameters
