@@ -84,10 +84,6 @@ variable_list without_tangents(const variable_list& tensors) {
 
 }  // namespace
 
-bool has_tangent(const at::Tensor& input) {
-  return input.defined() && input._fw_grad(/*level=*/0).defined();
-}
-
 bool needs_derivative(const variable_list& inputs) {
   return requires_grad(inputs) || std::any_of(inputs.begin(), inputs.end(), has_tangent);
 }

@@ -2,6 +2,8 @@
 // torch::autograd::Function refuses.
 #pragma once
 
+#include "support/derivatives.h"
+
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -11,10 +13,10 @@
 namespace torchium::ops {
 
 using torch::autograd::variable_list;
+using torchium::detail::has_tangent;
 
 // Whether an output that depends on one of these has a gradient or a tangent.
 bool needs_derivative(const variable_list& inputs);
-bool has_tangent(const at::Tensor& input);
 
 struct Derivative {
   const char* name;  // of the node in the graph

@@ -63,8 +63,8 @@ class LinearOperator:
     and solved densely; larger ones by conjugate gradients (if positive definite, see
     :meth:`assume`), GMRES, Lanczos' (if symmetric) or Arnoldi's method. Products with a tensor are
     differentiable, as is what follows from structure or dense matrices; iterative methods raise an
-    error if their operand, or a tensor that the operator is made of, requires grad. Autocast has no
-    effect, also not on ``product``.
+    error if their operand, or a tensor that the operator is made of, requires grad or has a tangent.
+    Autocast has no effect, also not on ``product``.
 
     Args:
         n: the order.

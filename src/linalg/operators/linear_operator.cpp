@@ -5,6 +5,7 @@
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/iterative/iterative_function.h"
 #include "linalg/structured/operator_node.h"
+#include "support/derivatives.h"
 #include "support/no_autocast.h"
 #include "support/phase.h"
 #include <torchium/linalg/estimators.h>
@@ -13,7 +14,6 @@
 #include <torchium/linalg/structured_operators.h>
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cmath>
@@ -88,8 +88,7 @@ LinearOperator unnamed_image(const LinearOperator& A, const MatrixFunction& f) {
   if (A.is_symmetric()) {
     const auto found = A.node().spectrum();
     // Eigenvectors have no derivative where eigenvalues are equal; functions of matrices have one.
-    const bool has_derivative =
-        found && c10::GradMode::is_enabled() && found->values.requires_grad();
+    const bool has_derivative = found && torchium::detail::is_differentiated(found->values);
     if (found && !(has_derivative && is_small(A))) {
       const at::Tensor image =
           function_of_values(A.node().kind, f, found->values, eigenvalue_rounding(found->values));

@@ -1,6 +1,7 @@
 #include "linalg/operators/operator_process.h"
 
 #include "linalg/common/operator_checks.h"
+#include "support/derivatives.h"
 #include "support/no_autocast.h"
 #include "support/phase.h"
 #include "support/tensor_version.h"
@@ -14,6 +15,9 @@ void OperatorProcess::multiply(const LinearOperator& A, const at::Tensor& X) {
   const at::Tensor product = A.matmul(X);
   check_product(X, product);
   check_unchanged(X, version);
+  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(product),
+                    "The operator's product has a tangent, but eigenpairs and estimates are not "
+                    "differentiable. Detach the tensors that the operator is made of.");
   const c10::NoGradGuard no_grad;
   products_ += X.size(1);
   use(X, product.detach());

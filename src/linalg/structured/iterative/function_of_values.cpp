@@ -1,10 +1,10 @@
 #include "linalg/structured/iterative/function_of_values.h"
 
 #include "linalg/common/precision.h"
+#include "support/derivatives.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 
 #include <cmath>
 #include <string>
@@ -55,8 +55,7 @@ at::Tensor function_of_values(const char* kind, const MatrixFunction& f, const a
 }
 
 std::tuple<at::Tensor, at::Tensor> symmetric_eigensystem_of(const at::Tensor& A) {
-  const bool differentiable = c10::GradMode::is_enabled() && A.requires_grad();
-  return differentiable ? at::linalg_eigh(A) : eigh(A);
+  return torchium::detail::is_differentiated(A) ? at::linalg_eigh(A) : eigh(A);
 }
 
 namespace {
@@ -93,7 +92,7 @@ at::Tensor function_of_dense(const char* kind, const MatrixFunction& f, const at
     const auto p = static_cast<int64_t>(*f.exponent);
     return at::linalg_matrix_power(p < 0 ? inverse_of_dense(kind, f, A) : A, std::abs(p));
   }
-  if (symmetric && c10::GradMode::is_enabled() && A.requires_grad()) {
+  if (symmetric && torchium::detail::is_differentiated(A)) {
     if (!f.exponent) {
       return at::linalg_matrix_exp((A + A.mT()) / 2);
     }

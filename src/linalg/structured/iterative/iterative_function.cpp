@@ -4,6 +4,7 @@
 #include "linalg/structured/iterative/column_krylov.h"
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/iterative/solver_checks.h"
+#include "support/derivatives.h"
 #include "support/warn.h"
 #include <torchium/linalg/solvers.h>
 
@@ -154,7 +155,11 @@ at::Tensor KrylovFunction::image_of(const at::Tensor& B) const {
                              ". Raise max_iterations (at most ", kMostSteps, ") or tol.");
     }
   }
-  return space.combine(y * space.lengths());
+  const at::Tensor image = space.combine(y * space.lengths());
+  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(image), A_.node().kind, ".", f_.name,
+                    ": X or a tensor that the operator is made of has a tangent, but iterative "
+                    "methods are not differentiable. Detach it.");
+  return image;
 }
 
 }  // namespace

@@ -3,13 +3,13 @@
 #include "linalg/structured/iterative/column_krylov.h"
 #include "linalg/structured/iterative/solver_checks.h"
 #include "linalg/structured/operator_node.h"
+#include "support/derivatives.h"
 #include "support/no_autocast.h"
 #include "support/phase.h"
 #include "support/warn.h"
 #include <torchium/linalg/solvers.h>
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <limits>
@@ -66,7 +66,9 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
                     function, ": B is ", B.scalar_type(), " on ", B.device(), ", A is ",
                     at::typeMetaToScalarType(A.options().dtype()), " on ", A.options().device(),
                     "; they must be equal.");
-  TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && B.requires_grad()), function,
+  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(B), function,
+                    ": B has a tangent, but the method is not differentiable. Use B.detach().");
+  TORCH_CHECK_VALUE(!torchium::detail::is_differentiated(B), function,
                     ": B requires grad, but the method is not differentiable. Use "
                     "torch.no_grad(), or B.detach().");
   if (options.preconditioner) {
@@ -97,6 +99,9 @@ SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correc
     const bool is_first = iterations_ == 0;
     const at::Tensor corrected = X + correct(R);
     R = B_ - A_.matmul(corrected);
+    TORCH_CHECK_VALUE(!torchium::detail::has_tangent(R), function_,
+                      ": A is made of tensors with tangents, but the method is not "
+                      "differentiable. Detach them.");
     // A cycle in which rounding errors make a column worse does not count for it.
     const at::Tensor lengths = detail::norms(R, 0);
     const at::Tensor is_better =

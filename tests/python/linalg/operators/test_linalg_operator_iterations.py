@@ -8,6 +8,7 @@ import pytest
 import torch
 from operator_cases import randn
 from torch import Tensor
+from torch.autograd import forward_ad
 from torchium import linalg
 
 N = 1200
@@ -167,6 +168,47 @@ def test_iterations_refuse_gradients(A):
             _ = function @ x
         with torch.no_grad():
             assert (function @ x).shape == x.shape
+
+
+OF_A_MATRIX = {
+    "lanczos": lambda A: linalg.lanczos(A, 2),
+    "arnoldi": lambda A: linalg.arnoldi(A, 2),
+    "hutchinson_trace": linalg.hutchinson_trace,
+    "hutchinson_diagonal": linalg.hutchinson_diagonal,
+    "hutchpp": linalg.hutchpp,
+    "xdiag": linalg.xdiag,
+    "logdet": linalg.logdet,
+}
+OF_A_VECTOR = {
+    "cg": linalg.cg,
+    "gmres": linalg.gmres,
+    "solve by cg": lambda A, x: A.assume("positive_definite").solve(x),
+    "solve by gmres": lambda A, x: A.solve(x),
+    "exp": lambda A, x: A.exp() @ x,
+    "sqrt by Lanczos": lambda A, x: A.assume("positive_definite").sqrt() @ x,
+}
+
+
+@pytest.mark.parametrize("function", OF_A_MATRIX.values(), ids=OF_A_MATRIX.keys())
+def test_eigenpairs_and_estimates_refuse_tangents(function):
+    A = definite(8)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="has a tangent"):
+        function(forward_ad.make_dual(A, A))
+
+
+@pytest.mark.parametrize("has_grad_mode", [True, False])
+@pytest.mark.parametrize("where", ["operator", "vector"])
+@pytest.mark.parametrize("function", OF_A_VECTOR.values(), ids=OF_A_VECTOR.keys())
+def test_iterations_refuse_tangents(function, where, has_grad_mode, A):
+    """They would be lost, or be those of the last iterations alone."""
+    x = randn(N)
+    with torch.set_grad_enabled(has_grad_mode), forward_ad.dual_level():
+        C = forward_ad.make_dual(A, A) if where == "operator" else A
+        operator = linalg.LinearOperator(N, lambda X: C @ X, dtype=torch.float64)
+        if where == "vector":
+            x = forward_ad.make_dual(x, x)
+        with pytest.raises(ValueError, match="tangent"):
+            function(operator, x)
 
 
 SOLVERS = [linalg.cg, linalg.gmres]

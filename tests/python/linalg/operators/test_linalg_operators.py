@@ -302,6 +302,28 @@ def test_gradients_reach_what_operators_are_made_of():
     assert torch.autograd.gradcheck(others, (A, d, X))
 
 
+def test_functions_of_symmetric_matrices_have_tangents_too():
+    B = regular(3).requires_grad_()
+    X = randn(6, 2).requires_grad_()
+
+    def functions(B, X):
+        A = linalg.Dense(B @ B.T).assume("positive_definite")
+        noisy = linalg.Kronecker(A, linalg.Diagonal(B[0, :2].square() + 1)) + linalg.Identity(
+            6, 0.1, dtype=torch.float64
+        )
+        return (
+            A.exp().to_dense(),
+            A.sqrt().to_dense(),
+            A.pow(-0.3).to_dense(),
+            A.eigs()[0],
+            noisy.solve(X),
+            noisy.logdet(),
+            noisy.sqrt() @ X,
+        )
+
+    assert torch.autograd.gradcheck(functions, (B, X), check_forward_ad=True)
+
+
 def test_gradients_pass_through_python_functions():
     A = regular(4).requires_grad_()
     X = randn(4, 2).requires_grad_()
