@@ -10,6 +10,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -131,6 +132,15 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   define_process_ops(m);
   m.def("check_params", [](const std::string& function, const std::vector<Tensor>& params) {
     linalg::detail::check_params(function.c_str(), params);
+  });
+  m.def("hvp_operator", [](const Tensor& loss, const std::vector<Tensor>& params) {
+    const at::AutoGradMode enable_grad(true);
+    return handle_of(linalg::detail::hvp_operator(loss, params));
+  });
+  m.def("fisher_operator", [](const Tensor& losses, const Tensor& outputs,
+                              const std::vector<Tensor>& params, const std::string& fisher) {
+    const at::AutoGradMode enable_grad(true);
+    return handle_of(linalg::detail::fisher_operator({losses, outputs}, params, fisher));
   });
   m.def("warn(str message) -> ()");  // implemented in Python
   m.def("operator_product(int number, bool transposed, Tensor X) -> Tensor");

@@ -23,10 +23,10 @@ struct SampleLosses {
 //                Jacobian of the outputs of sample n, H_n the Hessian of its loss with respect to
 //                these. For cross-entropy and squared error it is the Fisher matrix (Martens 2020,
 //                "New insights and perspectives on the natural gradient method", section 9).
-// `loss_fn` is evaluated once, here. Each column of a product takes a derivative of J^T u with
-// respect to u, which is J v, and a backward pass; no gradient of a sample is formed. The operator
-// is declared positive semidefinite and keeps the graph of the losses: the parameters must not
-// change in place before the last product.
+// `loss_fn` is evaluated once, here. A product takes a derivative of J^T u with respect to u, which
+// is J v, and a backward pass, each for all columns together, as hvp_operator(). No gradient of a
+// sample is formed. The operator is declared positive semidefinite and keeps the graph of the
+// losses: the parameters must not change in place before the last product.
 //
 // params: of one dtype, float32 or float64, on one device. c10::ValueError: no parameters, one
 // that is there twice or does not require gradients, mixed dtypes or devices, another `fisher`, or

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numbers
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -82,6 +83,17 @@ def check_string(function: str, name: str, value: Any, remedy: str) -> None:
     """``value`` must be a string."""
     if not isinstance(value, str):
         raise ValueError(f"{function}: {name} is {_described(value)}; {remedy}")
+
+
+def checked_params(function: str, params: Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(params, Tensor):
+        raise ValueError(f"{function}: params is a Tensor; it must be a list of parameters")
+    params = list(params)
+    for i, p in enumerate(params):
+        if not isinstance(p, Tensor):
+            raise ValueError(f"{function}: params[{i}] is a {type(p).__name__}, not a Tensor")
+    torch.ops.torchium.check_params(function, params)
+    return params
 
 
 def _described(value: Any) -> str:

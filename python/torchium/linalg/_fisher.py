@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._reentrant import refuse_reentrant_checkpoints
-from ._arguments import check_callable
-from ._operators import LinearOperator
-from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
+from ._arguments import check_callable, checked_params
+from ._operators import LinearOperator, of_handle
+
+_ops = torch.ops.torchium
 
 _KINDS = ("empirical", "ggn")
-
-
-def _checked_losses(fisher: str, found: object) -> tuple[Tensor, Tensor]:
-    """Losses ``[N]``, and what J is the Jacobian of: these, or outputs ``[N, ...]``."""
-    if fisher == "empirical":
-        losses, outputs = found, found
-    elif isinstance(found, tuple) and len(found) == 2:
-        losses, outputs = found
-    else:
-        raise ValueError(
-            'fisher_operator: loss_fn must return a pair of losses and outputs with fisher="ggn"'
-        )
-    if not isinstance(losses, Tensor) or losses.dim() != 1 or len(losses) == 0:
-        raise ValueError(
-            "fisher_operator: loss_fn must return the losses of N samples, a tensor [N]; use "
-            'reduction="none"'
-        )
-    if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != len(losses):
-        raise ValueError(
-            f"fisher_operator: the outputs must be a tensor [N, ...] with N = {len(losses)}, the "
-            "number of losses"
-        )
-    if not losses.requires_grad or not outputs.requires_grad:
-        raise ValueError("fisher_operator: what loss_fn returns has no graph")
-    return losses, outputs
 
 
 def fisher_operator(
@@ -93,23 +70,12 @@ def fisher_operator(
     check_callable("fisher_operator", "loss_fn", loss_fn)
     parameters = checked_params("fisher_operator", params)
     with torch.enable_grad():
-        losses, z = _checked_losses(fisher, loss_fn())
-        refuse_reentrant_checkpoints("fisher_operator", losses, z)
-        u = torch.zeros_like(z, requires_grad=True)
-        transposed = flat_gradient(z, parameters, u)  # J^T u
-        if transposed is None:
-            raise ValueError("fisher_operator: the losses depend on none of params")
-        slope = None  # of the losses with respect to z
-        if fisher == "ggn":
-            (slope,) = torch.autograd.grad(losses.sum(), z, create_graph=True, allow_unused=True)
-            if slope is None:
-                raise ValueError("fisher_operator: the losses do not depend on the outputs")
-
-    def product(X: Tensor) -> Tensor:
-        rows = flat_derivative(transposed, [u], X.mT)  # J v
-        if slope is not None:
-            rows = flat_derivative(slope, [z], rows.view(-1, *z.shape))
-        return flat_derivative(z, parameters, rows.view(-1, *z.shape) / len(z)).mT
-
-    F = LinearOperator(len(transposed), product, dtype=transposed.dtype, device=transposed.device)
-    return F.assume("positive_semidefinite")
+        found = loss_fn()
+    results: Any = found if fisher == "ggn" else (found, found)
+    if not (isinstance(results, tuple) and [isinstance(x, Tensor) for x in results] == [True] * 2):
+        pair = 'a pair of losses and outputs with fisher="ggn"'
+        losses = 'the losses of N samples, a tensor [N]; use reduction="none"'
+        wanted = pair if fisher == "ggn" else losses
+        raise ValueError(f"fisher_operator: loss_fn must return {wanted}")
+    refuse_reentrant_checkpoints("fisher_operator", *results)
+    return of_handle(_ops.fisher_operator(*results, parameters, fisher))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .._reentrant import refuse_reentrant_checkpoints
-from ._arguments import check_callable
-from ._operators import LinearOperator
-from ._parameter_derivatives import checked_params, flat_derivative, flat_gradient
+from ._arguments import check_callable, checked_params
+from ._operators import LinearOperator, of_handle
+
+_ops = torch.ops.torchium
 
 
 def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> LinearOperator:
@@ -51,18 +52,9 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
     parameters = checked_params("hvp_operator", params)
     with torch.enable_grad():
         loss = loss_fn()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"hvp_operator: loss_fn returns {shape}; it must return a scalar")
-        if not loss.requires_grad:
-            raise ValueError("hvp_operator: the loss that loss_fn returns has no graph")
-        refuse_reentrant_checkpoints("hvp_operator", loss)
-        gradient = flat_gradient(loss, parameters, torch.ones_like(loss))
-    if gradient is None:
-        raise ValueError("hvp_operator: the loss depends on none of params")
-
-    def product(X: Tensor) -> Tensor:
-        return flat_derivative(gradient, parameters, X.mT).mT
-
-    H = LinearOperator(len(gradient), product, dtype=gradient.dtype, device=gradient.device)
-    return H.assume("symmetric")
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"hvp_operator: loss_fn returns {type(loss).__name__}; it must return a scalar"
+        )
+    refuse_reentrant_checkpoints("hvp_operator", loss)
+    return of_handle(_ops.hvp_operator(loss, parameters))

@@ -394,8 +394,12 @@ def as_operator(function: str, A: Any, name: str = "A") -> LinearOperator:
     if A.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{function}: {name} is {A.dtype}; it must be float32 or float64")
     kind = "dense_operator" if A.layout is torch.strided else "sparse_operator"
+    return of_handle(getattr(_ops, kind)(A))
+
+
+def of_handle(handle: Any) -> LinearOperator:
     operator = object.__new__(LinearOperator)
-    operator._set(getattr(_ops, kind)(A))
+    operator._set(handle)
     return operator
 
 

@@ -6,28 +6,26 @@
 
 namespace torchium::linalg {
 
-LinearOperator hvp_operator(const std::function<at::Tensor()>& loss_fn,
-                            const std::vector<at::Tensor>& params) {
-  TORCH_CHECK_VALUE(loss_fn, "hvp_operator: loss_fn is empty.");
-  detail::check_params("hvp_operator", params);
-  const at::AutoGradMode enable_grad(true);
-  const at::Tensor loss = loss_fn();
+LinearOperator detail::hvp_operator(const at::Tensor& loss, const std::vector<at::Tensor>& params) {
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1, "hvp_operator: loss_fn returns ",
                     loss.defined() ? at::str(loss.sizes()) : "an undefined tensor",
                     "; it must return a scalar.");
   TORCH_CHECK_VALUE(loss.requires_grad(),
                     "hvp_operator: the loss that loss_fn returns has no graph.");
-  const at::Tensor gradient =
-      detail::flat_gradient(loss, params, at::ones_like(loss), /*create_graph=*/true);
+  const at::Tensor gradient = flat_gradient(loss, params, at::ones_like(loss));
   TORCH_CHECK_VALUE(gradient.defined(), "hvp_operator: the loss depends on none of params.");
   const auto product = [gradient, params](const at::Tensor& X) {
-    std::vector<at::Tensor> columns;
-    for (const at::Tensor& v : X.unbind(1)) {
-      columns.push_back(detail::flat_derivative(gradient, params, v));
-    }
-    return at::stack(columns, 1);
+    return flat_derivatives(gradient, params, X.mT()).mT();
   };
   return LinearOperator(gradient.numel(), product, gradient.options()).assume("symmetric");
+}
+
+LinearOperator hvp_operator(const std::function<at::Tensor()>& loss_fn,
+                            const std::vector<at::Tensor>& params) {
+  TORCH_CHECK_VALUE(loss_fn, "hvp_operator: loss_fn is empty.");
+  detail::check_params("hvp_operator", params);
+  const at::AutoGradMode enable_grad(true);
+  return detail::hvp_operator(loss_fn(), params);
 }
 
 }  // namespace torchium::linalg

@@ -1,12 +1,24 @@
 #include "linalg/operators/parameter_derivatives.h"
 
 #include <ATen/ATen.h>
+#include <ATen/LegacyVmapMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 
 namespace torchium::linalg::detail {
+namespace {
+
+struct VmapLevel {
+  VmapLevel() : level(at::impl::VmapMode::increment_nesting()) {}
+  ~VmapLevel() { at::impl::VmapMode::decrement_nesting(); }
+  VmapLevel(const VmapLevel&) = delete;
+  VmapLevel& operator=(const VmapLevel&) = delete;
+  const int64_t level;
+};
+
+}  // namespace
 
 void check_params(const char* function, const std::vector<at::Tensor>& params) {
   for (size_t i = 0; i < params.size(); ++i) {
@@ -31,28 +43,40 @@ void check_params(const char* function, const std::vector<at::Tensor>& params) {
   }
 }
 
-at::Tensor flat_gradient(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
-                         const at::Tensor& weights, bool create_graph) {
-  const auto found = torch::autograd::grad({y}, inputs, {weights}, /*retain_graph=*/true,
-                                           create_graph, /*allow_unused=*/true);
+at::Tensor flat_gradient(const at::Tensor& y, const std::vector<at::Tensor>& params,
+                         const at::Tensor& weights) {
+  auto found = torch::autograd::grad({y}, params, {weights}, /*retain_graph=*/true,
+                                     /*create_graph=*/true, /*allow_unused=*/true);
   const auto is_defined = [](const at::Tensor& x) { return x.defined(); };
   if (std::none_of(found.begin(), found.end(), is_defined)) return {};
-  std::vector<at::Tensor> parts;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    parts.push_back((found[i].defined() ? found[i] : at::zeros_like(inputs[i])).flatten());
+  for (size_t i = 0; i < params.size(); ++i) {
+    found[i] = (found[i].defined() ? found[i] : at::zeros_like(params[i])).flatten();
   }
-  return at::cat(parts);
+  return at::cat(found);
 }
 
-at::Tensor flat_derivative(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
-                           const at::Tensor& weights) {
-  if (y.requires_grad()) {  // else it is constant in all inputs
-    const at::Tensor found = flat_gradient(y, inputs, weights, /*create_graph=*/false);
-    if (found.defined()) return found;
+at::Tensor flat_derivatives(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
+                            const at::Tensor& rows) {
+  const int64_t k = rows.size(0);
+  std::vector<at::Tensor> found(inputs.size());
+  const auto differentiate = [&](const at::Tensor& weights) {
+    found = torch::autograd::grad({y}, inputs, {weights}, /*retain_graph=*/true,
+                                  /*create_graph=*/false, /*allow_unused=*/true);
+  };
+  if (y.requires_grad() && k == 1) {  // else it is constant in all inputs
+    differentiate(rows[0]);
+  } else if (y.requires_grad()) {
+    const VmapLevel vmap;
+    differentiate(at::_add_batch_dim(rows.contiguous(), 0, vmap.level));
+    for (at::Tensor& x : found) {
+      if (x.defined()) x = at::_remove_batch_dim(x, vmap.level, k, 0);
+    }
   }
-  int64_t entries = 0;
-  for (const at::Tensor& x : inputs) entries += x.numel();
-  return at::zeros({entries}, weights.options());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const std::vector<int64_t> sizes{k, inputs[i].numel()};
+    found[i] = found[i].defined() ? found[i].reshape(sizes) : at::zeros(sizes, rows.options());
+  }
+  return at::cat(found, 1);
 }
 
 }  // namespace torchium::linalg::detail

@@ -1,8 +1,12 @@
-// Derivatives with respect to lists of parameters, as vectors of all their entries.
+// Operators on lists of parameters, made of the graph of a loss.
 #pragma once
+
+#include <torchium/linalg/fisher.h>
+#include <torchium/linalg/linear_operator.h>
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <vector>
 
 namespace torchium::linalg::detail {
@@ -11,13 +15,21 @@ namespace torchium::linalg::detail {
 // require gradients, mixed dtypes or devices.
 void check_params(const char* function, const std::vector<at::Tensor>& params);
 
-// The gradient of (y * weights).sum(), [P]; undefined if y depends on none of the inputs. Keeps the
-// graph; with create_graph it has one of its own.
-at::Tensor flat_gradient(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
-                         const at::Tensor& weights, bool create_graph);
+// torchium/linalg/hessian.h and torchium/linalg/fisher.h, of what loss_fn has returned. The
+// parameters have passed check_params().
+LinearOperator hvp_operator(const at::Tensor& loss, const std::vector<at::Tensor>& params);
+LinearOperator fisher_operator(const SampleLosses& found, const std::vector<at::Tensor>& params,
+                               const std::string& fisher);
 
-// The same, zero if y depends on none of the inputs, without a graph.
-at::Tensor flat_derivative(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
-                           const at::Tensor& weights);
+// The gradient of (y * weights).sum(), [P], with a graph; undefined if y depends on none of the
+// parameters.
+at::Tensor flat_gradient(const at::Tensor& y, const std::vector<at::Tensor>& params,
+                         const at::Tensor& weights);
+
+// The derivatives of (y * row).sum() for each row of [k, *y.shape], [k, entries of all inputs].
+// Zero for inputs that y does not depend on. All rows in one backward pass (vmap), a single one
+// without vmap, which cannot batch every operation. Keeps the graph.
+at::Tensor flat_derivatives(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
+                            const at::Tensor& rows);
 
 }  // namespace torchium::linalg::detail

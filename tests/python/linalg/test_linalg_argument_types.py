@@ -185,5 +185,5 @@ def test_losses_and_parameters_of_operators(function):
 
 def test_the_loss_of_a_hessian_is_a_scalar():
     w = torch.ones(2, requires_grad=True)
-    refuses(r"loss_fn returns \(2,\); it must return a scalar", "hvp_operator", w.square, [w])
+    refuses(r"loss_fn returns \[2\]; it must return a scalar", "hvp_operator", w.square, [w])
     refuses("loss_fn returns float; it must return a scalar", "hvp_operator", lambda: 1.0, [w])
