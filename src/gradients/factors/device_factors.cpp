@@ -98,22 +98,15 @@ at::Tensor DevicePositions::unfolded(const at::Tensor& images) const {
   const at::Tensor patches =
       at::empty({images.size(0), height * width, pitch},
                 images.options().memory_format(at::MemoryFormat::Contiguous));
-  const auto setting = [&](size_t index) { return as_int(settings_[index]); };
+  cuda_kernels::Unfold unfold{};
+  unfold.images = images.const_data_ptr();
+  unfold.patches = patches.mutable_data_ptr();
+  unfold.samples = images.size(0);
+  unfold.pitch = as_int(pitch);
+  unfold.element_bytes = as_int(images.element_size());
+  set_patches(unfold, {images, gradient_, weight_, settings_});
   const c10::cuda::CUDAGuard guard(images.device());
-  C10_CUDA_CHECK(
-      cuda_kernels::unfold({.images = images.const_data_ptr(),
-                            .patches = patches.mutable_data_ptr(),
-                            .samples = images.size(0),
-                            .size = {as_int(images.size(2)), as_int(images.size(3))},
-                            .output_size = {as_int(height), as_int(width)},
-                            .kernel = {as_int(weight_.kernel_height), as_int(weight_.kernel_width)},
-                            .stride = {setting(kStrideHeight), setting(kStrideWidth)},
-                            .padding = {setting(kPaddingHeight), setting(kPaddingWidth)},
-                            .dilation = {setting(kDilationHeight), setting(kDilationWidth)},
-                            .channels = as_int(images.size(1)),
-                            .pitch = as_int(pitch),
-                            .element_bytes = as_int(images.element_size())},
-                           c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(cuda_kernels::unfold(unfold, c10::cuda::getCurrentCUDAStream()));
   return patches;
 }
 

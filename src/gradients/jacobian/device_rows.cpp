@@ -116,40 +116,27 @@ DeviceRows::Operands DeviceRows::split(const Call& call, int64_t first, int64_t 
   auto* scale = scales_.mutable_data_ptr<float>() + first_row + first;
   const at::Tensor largest = at::zeros({2, count}, options.dtype(at::kInt));
   auto* bits = reinterpret_cast<unsigned*>(largest.mutable_data_ptr<int>());
-  const auto split_of = [&](const at::Tensor& x, bool is_input) {
-    const auto setting = [&](size_t index) { return as_int(images.settings[index]); };
-    cuda_kernels::SplitPositions p{
-        .images = x.const_data_ptr<float>() + first * x.stride(0),
-        .strides = {x.stride(0), x.stride(1), x.stride(2), x.stride(3)},
-        .channels = as_int(x.size(1)),
-        .size = {as_int(x.size(2)), as_int(x.size(3))},
-        .kernel = {1, 1},
-        .output_size = {as_int(images.gradient.size(2)), as_int(images.gradient.size(3))},
-        .stride = {1, 1},
-        .padding = {0, 0},
-        .dilation = {1, 1},
-        .sums = is_input || !bias_rows_.defined()
-                    ? nullptr
-                    : bias_rows_.mutable_data_ptr<float>() + (first_row + first) * x.size(1),
-        .largest = is_input ? bits : bits + count,
-        .parts = {.hi = is_input ? half : half + 2 * of_A,
-                  .lo = is_input ? half + of_A : half + 2 * of_A + of_G,
-                  .scale = is_input ? scale : scale + samples_,
-                  .rows = as_int(weight.groups * (is_input ? weight.fan_in : weight.fan_out)),
-                  .columns = as_int(pitch),
-                  .has_scales = true}};
-    if (is_input) {
-      p.kernel[0] = as_int(weight.kernel_height);
-      p.kernel[1] = as_int(weight.kernel_width);
-      for (const size_t i : {0, 1}) {
-        p.stride[i] = setting(kStrideHeight + i);
-        p.padding[i] = setting(kPaddingHeight + i);
-        p.dilation[i] = setting(kDilationHeight + i);
-      }
-    }
+  const auto operand = [&](const PositionImages& x, int64_t rows, __half* hi, float* scale) {
+    cuda_kernels::SplitPositions p{};
+    p.images = x.input.const_data_ptr<float>() + first * x.input.stride(0);
+    std::ranges::copy(x.input.strides(), p.strides);
+    p.parts = {.hi = hi,
+               .lo = hi + count * rows * pitch,
+               .scale = scale,
+               .rows = as_int(rows),
+               .columns = as_int(pitch),
+               .has_scales = true};
+    set_patches(p, x);
     return p;
   };
-  const auto A = split_of(images.input, true), G = split_of(images.gradient, false);
+  auto A = operand(images, weight.groups * weight.fan_in, half, scale);
+  auto G = operand({images.gradient, images.gradient, {}, settings_of_pixels()},
+                   weight.groups * weight.fan_out, half + 2 * of_A, scale + samples_);
+  A.largest = bits;
+  G.largest = bits + count;
+  if (bias_rows_.defined()) {
+    G.sums = bias_rows_.mutable_data_ptr<float>() + (first_row + first) * G.channels;
+  }
   C10_CUDA_CHECK(
       cuda_kernels::split_positions(A, G, as_int(count), c10::cuda::getCurrentCUDAStream()));
   auto& product = result.product;

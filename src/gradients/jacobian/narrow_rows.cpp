@@ -33,23 +33,16 @@ void form_rows(const DeviceRows::Call& call, const NarrowRows& result) {
   const auto& [images, first_row] = call;
   const at::Tensor &input = images.input, &gradient = images.gradient;
   const auto as_int = [](int64_t size) { return static_cast<int>(size); };
-  const auto setting = [&](size_t index) { return as_int(images.settings[index]); };
   const int64_t fan_out = images.weight.fan_out;
-  cuda_kernels::NarrowRows p{
-      .input = input.const_data_ptr<float>(),
-      .strides = {input.stride(0), input.stride(1), input.stride(2), input.stride(3)},
-      .channels = as_int(input.size(1)),
-      .size = {as_int(input.size(2)), as_int(input.size(3))},
-      .kernel = {as_int(images.weight.kernel_height), as_int(images.weight.kernel_width)},
-      .output_size = {as_int(gradient.size(2)), as_int(gradient.size(3))},
-      .stride = {setting(kStrideHeight), setting(kStrideWidth)},
-      .padding = {setting(kPaddingHeight), setting(kPaddingWidth)},
-      .dilation = {setting(kDilationHeight), setting(kDilationWidth)},
-      .gradient = gradient.const_data_ptr<float>(),
-      .fan_out = as_int(fan_out),
-      .samples = as_int(images.samples()),
-      .rows = result.weight.mutable_data_ptr<float>() + first_row * fan_out * images.weight.fan_in,
-      .sums = result.bias.mutable_data_ptr<float>() + first_row * fan_out};
+  cuda_kernels::NarrowRows p{};
+  p.input = input.const_data_ptr<float>();
+  std::ranges::copy(input.strides(), p.strides);
+  p.gradient = gradient.const_data_ptr<float>();
+  p.fan_out = as_int(fan_out);
+  p.samples = as_int(images.samples());
+  p.rows = result.weight.mutable_data_ptr<float>() + first_row * fan_out * images.weight.fan_in;
+  p.sums = result.bias.mutable_data_ptr<float>() + first_row * fan_out;
+  set_patches(p, images);
   C10_CUDA_CHECK(cuda_kernels::narrow_rows(p, c10::cuda::getCurrentCUDAStream()));
 }
 

@@ -245,6 +245,13 @@ void PositionSource::keep_patches(int64_t& bytes) {
   }
 }
 
+decltype(LayerCall::settings) settings_of_pixels() {
+  decltype(LayerCall::settings) settings{};
+  settings[kStrideHeight] = settings[kStrideWidth] = 1;
+  settings[kDilationHeight] = settings[kDilationWidth] = settings[kGroups] = 1;
+  return settings;
+}
+
 std::optional<PositionImages> PositionSource::images() const {
   if (is_precomputed_ || !has_inputs_ || call_.kind == LayerKind::kConv3d) {
     return std::nullopt;
@@ -253,10 +260,7 @@ std::optional<PositionImages> PositionSource::images() const {
     const auto image = [](const at::Tensor& vectors) {  // [n, vector, 1, T]
       return vectors[0].permute({0, 2, 1}).unsqueeze(2);
     };
-    decltype(LayerCall::settings) settings{};
-    settings[kStrideHeight] = settings[kStrideWidth] = 1;
-    settings[kDilationHeight] = settings[kDilationWidth] = settings[kGroups] = 1;
-    return PositionImages{image(whole_.A), image(whole_.G), weight_, settings};
+    return PositionImages{image(whole_.A), image(whole_.G), weight_, settings_of_pixels()};
   }
   return PositionImages{batched(call_, call_.input), batched(call_, call_.output_gradient), weight_,
                         call_.settings};

@@ -71,6 +71,25 @@ struct PositionImages {
   int64_t positions() const { return gradient.size(2) * gradient.size(3); }
 };
 
+// The settings of a convolution that multiplies each pixel alone.
+decltype(LayerCall::settings) settings_of_pixels();
+
+// Sets what the arguments of a kernel say of patches; arrays hold height and width.
+template <typename Arguments>
+void set_patches(Arguments& p, const PositionImages& images) {
+  const auto as_int = [](int64_t size) { return static_cast<int>(size); };
+  const int64_t kernel[] = {images.weight.kernel_height, images.weight.kernel_width};
+  p.channels = as_int(images.input.size(1));
+  for (const int i : {0, 1}) {
+    p.size[i] = as_int(images.input.size(2 + i));
+    p.kernel[i] = as_int(kernel[i]);
+    p.output_size[i] = as_int(images.gradient.size(2 + i));
+    p.stride[i] = as_int(images.settings[kStrideHeight + i]);
+    p.padding[i] = as_int(images.settings[kPaddingHeight + i]);
+    p.dilation[i] = as_int(images.settings[kDilationHeight + i]);
+  }
+}
+
 // The positions of one call. Those of a convolution hold each input many times, so they are formed
 // for some samples at a time.
 class PositionSource {
