@@ -104,7 +104,7 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   detail::JointPlan& joint_plan() const { return *plan_; }
   // Its name in the model, or its place in the groups.
   std::string name_of(const at::Tensor& param) const;
-  std::string describe(const at::Tensor& param) const override;
+  std::string describe(size_t group, size_t position) const override;
   std::vector<at::Tensor> all_params() const;
   bool is_used_otherwise(const at::Tensor& param) const;
   // Whether these backward passes, or one of them, mix samples (OperatorCapture).

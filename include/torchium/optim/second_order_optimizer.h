@@ -156,7 +156,7 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   // Its name in the model; empty: unknown.
   virtual std::string name_in_model(const at::Tensor& param) const { return ""; }
   // "parameter 1 of group 0 (shape [3, 4])"
-  virtual std::string describe(const at::Tensor& param) const;
+  virtual std::string describe(size_t group, size_t position) const;
   void check_groups() const;
   // Raises for one report of a group, if that is a failure.
   void raise_failure(size_t group, const detail::StepReport& report) const;
@@ -165,7 +165,10 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   std::vector<const Options*> options_of_groups() const;
   void check_group(const Options& options, const std::vector<at::Tensor>& params,
                    size_t group) const;
+  // Its group and position.
   std::optional<std::pair<size_t, size_t>> find_place(const at::Tensor& param) const;
+  // Replaces the options and states of all groups; does not throw.
+  void replace_all(std::vector<std::unique_ptr<Options>> options, std::vector<StateList> states);
 };
 
 }  // namespace torchium::optim

@@ -11,21 +11,14 @@
 #include <algorithm>
 
 namespace torchium::optim::detail {
-namespace {
-
-std::string given_name(const BlockedGroup& group, size_t i) {
-  return group.names.empty() ? "" : group.names[i];
-}
-
-std::string name_in(const BlockedGroup& group, size_t index, size_t i) {
-  return parameter_name(index, i, given_name(group, i), group.whole(i));
-}
-
-}  // namespace
 
 at::Tensor BlockedGroup::whole(size_t i) const {
   const distributed::ShardedShape* of = sharded_shape(i);
   return of == nullptr ? params[i] : params[i].new_empty({}).expand(of->shape);
+}
+
+std::string BlockedGroup::name_of(size_t g, size_t i) const {
+  return parameter_name(g, i, given_name(i), whole(i));
 }
 
 // The plan of one group on one device before it is bound.
@@ -66,7 +59,7 @@ std::vector<BlockedPlans::Draft> BlockedPlans::draft(const std::vector<BlockedGr
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
       const at::Tensor& param = groups[g].params[i];
       const ParameterState& state = groups[g].states[i];
-      const std::string name = name_in(groups[g], g, i);
+      const std::string name = groups[g].name_of(g, i);
       check_parameter(param, name);
       bool is_active = !state.is_empty();
       if (active == Active::kWithGradient) {
@@ -117,29 +110,10 @@ void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   }
   // Nothing throws from here on.
   has_all_states_ = true;
+  origins_.clear();
   std::vector<GroupPlan> plans;
-  decltype(origins_) origins;
   for (Draft& each : drafts) {
-    BlockedGroup& group = groups[each.group];
-    std::vector<at::Tensor> params;
-    std::vector<ParameterState> states;
-    for (size_t k = 0; k < each.entries.size(); ++k) {
-      StateEntry& entry = each.entries[k];
-      group.states[each.positions[k]] = entry.state;
-      if (entry.is_active) {
-        entry.origin =
-            std::make_shared<StateOrigin>(StateOrigin{group.options, entry.param.sizes().vec()});
-      }
-      if (entry.origin) {
-        origins[entry.param.unsafeGetTensorImpl()] = entry.origin;
-      }
-      // Incomplete state is left out: a step of its parameter then binds the plans again.
-      const bool is_complete = each.fits && each.plan->is_complete(entry);
-      has_all_states_ = has_all_states_ && (is_complete || entry.state.is_empty());
-      states.push_back(is_complete ? entry.state : ParameterState());
-      params.push_back(entry.param);
-    }
-    each.plan->bind(std::move(params), std::move(states), std::move(each.host_steps));
+    adopt(each, groups[each.group]);
     plans.push_back({each.group, each.plan});
   }
   for (const GroupPlan& each : plans_) {  // may still have reports
@@ -152,7 +126,29 @@ void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
     }
   }
   plans_ = std::move(plans);
-  origins_ = std::move(origins);
+}
+
+// Hands the states of a draft to the group, and binds its plan.
+void BlockedPlans::adopt(Draft& draft, BlockedGroup& group) {
+  std::vector<at::Tensor> params;
+  std::vector<ParameterState> states;
+  for (size_t k = 0; k < draft.entries.size(); ++k) {
+    StateEntry& entry = draft.entries[k];
+    group.states[draft.positions[k]] = entry.state;
+    if (entry.is_active) {
+      entry.origin =
+          std::make_shared<StateOrigin>(StateOrigin{group.options, entry.param.sizes().vec()});
+    }
+    if (entry.origin) {
+      origins_[entry.param.unsafeGetTensorImpl()] = entry.origin;
+    }
+    // Incomplete state is left out: a step of its parameter then binds the plans again.
+    const bool is_complete = draft.fits && draft.plan->is_complete(entry);
+    has_all_states_ = has_all_states_ && (is_complete || entry.state.is_empty());
+    states.push_back(is_complete ? entry.state : ParameterState());
+    params.push_back(entry.param);
+  }
+  draft.plan->bind(std::move(params), std::move(states), std::move(draft.host_steps));
 }
 
 bool BlockedPlans::set_options(size_t group,
@@ -234,7 +230,7 @@ std::vector<ParameterState> BlockedPlans::load(size_t index, const BlockedGroup&
   std::vector<SavedState> with_state;
   for (size_t i = 0; i < saved.size(); ++i) {
     if (!saved[i].empty()) {
-      with_state.push_back({group.whole(i), name_in(group, index, i), &saved[i]});
+      with_state.push_back({group.whole(i), group.name_of(index, i), &saved[i]});
     }
   }
   std::vector<ParameterState> fitted = plan_of(group)->load(with_state);
@@ -285,7 +281,7 @@ ShampooReport BlockedPlans::report(const std::vector<BlockedGroup>& groups) cons
       const BlockedPlan::Rule rule = state.is_empty()
                                          ? BlockedPlan::Rule{"none", "requires no gradient"}
                                          : plan->rule(param.sizes());
-      const std::string name = given_name(groups[g], i);
+      const std::string name = groups[g].given_name(i);
       report.parameters.push_back(
           {.name = name.empty() ? c10::str("parameter ", i, " of group ", g) : name,
            .shape = param.sizes().vec(),

@@ -37,6 +37,9 @@ struct BlockedGroup {
   }
   // The parameter, or a tensor of the whole shape without memory for its elements.
   at::Tensor whole(size_t i) const;
+  std::string given_name(size_t i) const { return names.empty() ? "" : names[i]; }
+  // parameter_name(), as one of group g.
+  std::string name_of(size_t g, size_t i) const;
 };
 
 class BlockedPlans : public torch::CustomClassHolder {
@@ -140,6 +143,7 @@ class BlockedPlans : public torch::CustomClassHolder {
   };
   struct Draft;
   std::vector<Draft> draft(const std::vector<BlockedGroup>& groups, Active active) const;
+  void adopt(Draft& draft, BlockedGroup& group);
   c10::intrusive_ptr<BlockedPlan> find_plan(size_t group, c10::Device device) const;
   ParameterState state_or_plan(const BlockedPlan& plan, const BlockedGroup& group, size_t i) const;
 

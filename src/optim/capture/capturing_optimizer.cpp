@@ -131,9 +131,7 @@ void CapturingOptimizer::bind() {
       const auto* state = find_state(params[i]);
       states.push_back(state == nullptr ? detail::NamedTensors() : state->tensors());
       groups.push_back(static_cast<int64_t>(group));
-      const auto* place = layers_->find(params[i]);
-      names.push_back(c10::str(place == nullptr ? "" : "'" + place->name + "', ", "parameter ", i,
-                               " of group ", group, " (shape ", params[i].sizes(), ")"));
+      names.push_back(describe(group, i));
     }
   }
   joint_plan().bind(all_params(), states, std::move(groups), std::move(names));
@@ -167,7 +165,7 @@ CapturingOptimizer::StateList CapturingOptimizer::fit_states(size_t group, const
       const at::Tensor& param = param_groups_[group].params()[i];
       fitted[i] = make_empty_state();
       for (const auto& [key, tensor] :
-           joint_plan().load(param, loaded[i]->tensors(), options, count, describe(param))) {
+           joint_plan().load(param, loaded[i]->tensors(), options, count, describe(group, i))) {
         fitted[i]->assign(key, tensor);
       }
     }
@@ -322,10 +320,10 @@ std::string CapturingOptimizer::name_of(const at::Tensor& param) const {
   return place != nullptr ? place->name : place_of(param);
 }
 
-std::string CapturingOptimizer::describe(const at::Tensor& param) const {
-  const auto* place = param.defined() ? layers_->find(param) : nullptr;
-  const std::string position = SecondOrderOptimizer::describe(param);
-  return place != nullptr ? "'" + place->name + "', " + position : position;
+std::string CapturingOptimizer::describe(size_t group, size_t position) const {
+  const auto* place = layers_->find(param_groups_[group].params()[position]);
+  const std::string name = SecondOrderOptimizer::describe(group, position);
+  return place != nullptr ? "'" + place->name + "', " + name : name;
 }
 
 }  // namespace torchium::optim

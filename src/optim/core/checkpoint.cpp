@@ -212,7 +212,14 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
   check_together(all_options);
   const auto replace_more = read_more(archive);
 
-  // Everything fits: from here on nothing throws.
+  replace_all(std::move(options), std::move(states));
+  if (replace_more) {
+    replace_more();
+  }
+}
+
+void SecondOrderOptimizer::replace_all(std::vector<std::unique_ptr<Options>> options,
+                                       std::vector<StateList> states) {
   state_.clear();
   forget_derived();
   for (const auto group : c10::irange(param_groups_.size())) {
@@ -223,9 +230,6 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
             std::move(states[group][i]);
       }
     }
-  }
-  if (replace_more) {
-    replace_more();
   }
 }
 

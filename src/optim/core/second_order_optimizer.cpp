@@ -116,14 +116,18 @@ void SecondOrderOptimizer::raise_failure(size_t group, const detail::StepReport&
   }
   const at::Tensor& non_finite = report.non_finite_parameter;
   const SecondOrderParamState* state = non_finite.defined() ? find_state(non_finite) : nullptr;
+  const auto described = [&](const at::Tensor& param) {
+    const auto place = find_place(param);
+    return place ? describe(place->first, place->second) : "a parameter";
+  };
   const std::string message =
       detail::failure_message(name(),
                               {.skips = report.entries[detail::kConsecutiveSkips],
                                .non_finite = non_finite,
                                .step = state != nullptr ? state->step() : at::Tensor(),
-                               .non_finite_name = describe(non_finite),
+                               .non_finite_name = described(non_finite),
                                .root_failures = report.entries[detail::kConsecutiveRootFailures],
-                               .failed_name = describe(report.failed_parameter)},
+                               .failed_name = described(report.failed_parameter)},
                               max_root_failures(param_groups_[group].options()));
   TORCH_CHECK(message.empty(), message);
 }
@@ -138,13 +142,11 @@ std::string SecondOrderOptimizer::place_of(const at::Tensor& param) const {
   return place ? c10::str("parameter ", place->second, " of group ", place->first) : "a parameter";
 }
 
-std::string SecondOrderOptimizer::describe(const at::Tensor& param) const {
-  const auto place = find_place(param);
-  return place ? detail::parameter_name(place->first, place->second, name_in_model(param), param)
-               : "a parameter";
+std::string SecondOrderOptimizer::describe(size_t group, size_t position) const {
+  const at::Tensor& param = param_groups_[group].params()[position];
+  return detail::parameter_name(group, position, name_in_model(param), param);
 }
 
-// Its group and position.
 std::optional<std::pair<size_t, size_t>> SecondOrderOptimizer::find_place(
     const at::Tensor& param) const {
   for (const auto group : c10::irange(param_groups_.size())) {

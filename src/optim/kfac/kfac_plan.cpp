@@ -215,55 +215,61 @@ void KfacPlan::check(const std::vector<size_t>& active) {
   }
 }
 
+// None: the weight falls back. is_free: parameters of the step that no layer has yet.
+std::optional<KfacPlan::Layer> KfacPlan::layer_of(size_t i, const std::vector<bool>& is_free) {
+  const FactorLayer* layer = records_.layer(param(i));
+  if (layer == nullptr || !layer->problem.empty() || is_excluded(i)) {
+    return std::nullopt;
+  }
+  int64_t bias = position(layer->bias);
+  if (bias >= 0 && is_excluded(bias)) {
+    return std::nullopt;
+  }
+  const KFACParamState& state = state_of(i);
+  if (layer->is_unitwise ? factor_of_inputs(state).defined() : state.fisher_blocks().defined()) {
+    return std::nullopt;  // was the weight of another kind of layer
+  }
+  const FactorLayout layout =
+      layer->is_unitwise ? FactorLayout() : records_.layout(weight_of(i), *layer);
+  FactorSums* sums = records_.sums(weight_of(i), is_shared());
+  if (sums != nullptr &&
+      !(layer->is_unitwise ? blocks_fit(*sums, state) : sums_fit(*sums, param(i), layout))) {
+    sums = nullptr;  // from before the layer got or lost its bias
+  }
+  const bool known = has_factors(i);
+  if (sums == nullptr && !known) {
+    return std::nullopt;
+  }
+  const at::Tensor& blocks = known || sums == nullptr ? state.fisher_blocks() : sums->blocks;
+  const bool has_room = layer->is_unitwise ? blocks.size(-1) == 2 : layout.has_bias_row;
+  bias = bias >= 0 && is_free[bias] && has_room ? bias : -1;
+  const int64_t cost = layer->is_unitwise ? 0
+                                          : inversion_cost(layout.sizes_A(param(i))) +
+                                                inversion_cost(layout.sizes_G(param(i)));
+  return Layer{i,     bias, layer->is_transposed && param(i).dim() == 2, layer->is_unitwise, sums,
+               known, cost};
+}
+
 // The layers with factors, and those with sums for their first ones.
 bool KfacPlan::derive(const std::vector<size_t>& active) {
   records_.settle_tables(is_shared());
-  std::vector<bool> is_active(size(), false);
+  std::vector<bool> is_free(size(), false);
   for (const size_t i : active) {
-    is_active[i] = true;
+    is_free[i] = true;
   }
   std::vector<Layer> found;
   for (const size_t i : active) {
-    const FactorLayer* layer = records_.layer(param(i));
-    if (layer == nullptr || !layer->problem.empty() || is_excluded(i)) {
-      continue;
-    }
-    int64_t bias = position(layer->bias);
-    if (bias >= 0 && is_excluded(bias)) {
-      continue;
-    }
-    const KFACParamState& state = state_of(i);
-    if (layer->is_unitwise ? factor_of_inputs(state).defined() : state.fisher_blocks().defined()) {
-      continue;  // was the weight of another kind of layer
-    }
-    const FactorLayout layout =
-        layer->is_unitwise ? FactorLayout() : records_.layout(weight_of(i), *layer);
-    FactorSums* sums = records_.sums(weight_of(i), is_shared());
-    if (sums != nullptr &&
-        !(layer->is_unitwise ? blocks_fit(*sums, state) : sums_fit(*sums, param(i), layout))) {
-      sums = nullptr;  // from before the layer got or lost its bias
-    }
-    const bool known = has_factors(i);
-    if (sums == nullptr && !known) {
-      continue;
-    }
-    const at::Tensor& blocks = known || sums == nullptr ? state.fisher_blocks() : sums->blocks;
-    const bool has_room = layer->is_unitwise ? blocks.size(-1) == 2 : layout.has_bias_row;
-    bias = bias >= 0 && is_active[bias] && has_room ? bias : -1;
-    found.push_back(
-        {i, bias, layer->is_transposed && param(i).dim() == 2, layer->is_unitwise, sums, known});
-    if (!layer->is_unitwise) {
-      found.back().cost =
-          inversion_cost(layout.sizes_A(param(i))) + inversion_cost(layout.sizes_G(param(i)));
-    }
-    is_active[i] = false;  // the others fall back
-    if (bias >= 0) {
-      is_active[bias] = false;
+    if (const auto layer = layer_of(i, is_free)) {
+      found.push_back(*layer);
+      is_free[i] = false;
+      if (layer->bias >= 0) {
+        is_free[layer->bias] = false;
+      }
     }
   }
   new_fallback_.clear();
   for (const size_t i : active) {
-    if (is_active[i] && warned_.count(param(i).unsafeGetTensorImpl()) == 0) {
+    if (is_free[i] && warned_.count(param(i).unsafeGetTensorImpl()) == 0) {
       new_fallback_.push_back(static_cast<int64_t>(i));
     }
   }

@@ -156,6 +156,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
     }
   };
 
+  std::optional<Layer> layer_of(size_t i, const std::vector<bool>& is_free);
   // A weight of the next step that has not been warned about.
   struct OtherSamples {
     size_t weight;

@@ -45,6 +45,22 @@ bool fits_squares(const KfacLayer& layer) {
   return layer.is_inverse_free() && fits(layer.K) && fits(layer.C);
 }
 
+// Whether kernels take the layer. Squares of K and C exist for them alone.
+bool choose_kernels(const KfacGroup& group, KfacLayer& layer) {
+  if (fits_squares(layer)) {
+    make_room_for_squares(layer);
+  }
+  // No kernel divides by second moments, multiplies by K and C, or averages factors of another
+  // dtype than their sums.
+  const bool has_kernels = !layer.second_moments.defined() &&
+                           (!layer.is_inverse_free() || has_squares(layer)) &&
+                           layer.has_state_dtype() && has_kfac_kernels(group, layer);
+  if (has_squares(layer) && !has_kernels) {
+    drop_squares(layer);
+  }
+  return has_kernels;
+}
+
 // Undefined: none.
 at::Tensor joined_terms(const std::vector<at::Tensor>& terms) {
   return terms.size() > 1 ? at::cat(terms) : terms.empty() ? at::Tensor() : terms[0];
@@ -94,21 +110,10 @@ void KfacStep::make_subsets() {
   std::vector<bool> has_layer(group_.params.size(), false), runs_by_kernels;
   for (size_t l = 0; l < group_.layers.size(); ++l) {
     KfacLayer& layer = group_.layers[l];
-    if (fits_squares(layer)) {
-      make_room_for_squares(layer);
-    }
-    // No kernel divides by second moments, multiplies by K and C, or averages factors of another
-    // dtype than their sums.
-    const bool has_kernels = !layer.second_moments.defined() &&
-                             (!layer.is_inverse_free() || has_squares(layer)) &&
-                             layer.has_state_dtype() && has_kfac_kernels(group_, layer);
-    if (has_squares(layer) && !has_kernels) {
-      drop_squares(layer);
-    }
-    KfacMembers& members = has_kernels ? by_kernels : eager;
+    runs_by_kernels.push_back(choose_kernels(group_, layer));
+    KfacMembers& members = runs_by_kernels.back() ? by_kernels : eager;
     members.layers.push_back(l);
-    runs_by_kernels.push_back(has_kernels);
-    for (const int64_t i : group_.layers[l].params()) {
+    for (const int64_t i : layer.params()) {
       members.params.push_back(i);
       has_layer[i] = true;
     }

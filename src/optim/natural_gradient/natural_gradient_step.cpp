@@ -92,6 +92,22 @@ StepScalar step_size(const StepScalar& lr, bool maximize, const at::Tensor& norm
   return {lr.host * norm_factor.item<double>() * sign, {}};
 }
 
+// By conjugate gradients, with a preconditioner if one is wanted, which W keeps. Also returns how
+// they ended.
+ConjugateGradientsResult preconditioned_direction(const NaturalGradientHyperparameters& h,
+                                                  const SegmentedJacobian& J,
+                                                  const std::vector<double>& dampings,
+                                                  const ConjugateGradientsRule& rule,
+                                                  const ParameterVector& v,
+                                                  const ScaledVector& previous, at::Tensor& W) {
+  if (h.nystrom_rank > 0 && !W.defined()) {
+    const int64_t rank = std::min({h.nystrom_rank, J.samples(), J.segments.elements()});
+    W = nystrom_factor(J, dampings, v, rank);
+    J.equalize_({W});
+  }
+  return cg_direction(J, dampings, W, rule, v, previous);
+}
+
 // p <- p - lr d for the parameters of one segment.
 void subtract(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& d,
               const StepScalar& lr, const FoundInfGuard& guard) {
@@ -203,13 +219,8 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, const 
   {
     const torchium::detail::Phase phase("torchium::precondition");
     if (solver.name == "cg") {
-      if (h.nystrom_rank > 0 && !factorization.defined()) {
-        const int64_t rank = std::min({h.nystrom_rank, J.samples(), segments.elements()});
-        factorization = nystrom_factor(segmented, dampings, v, rank);
-        J.equalize_({factorization});
-      }
       ConjugateGradientsResult solution =
-          cg_direction(segmented, dampings, factorization, solver.rule, v, previous);
+          preconditioned_direction(h, segmented, dampings, solver.rule, v, previous, factorization);
       d = std::move(solution.x);
       numbers.select(0, 0).copy_(solution.iterations);
       numbers.select(0, 1).copy_(solution.relative_residual);

@@ -142,8 +142,7 @@ std::vector<SharedBlocks> BlockOwners::new_cuts(const BlockedGroup& group, size_
         continue;
       }
       TORCH_CHECK_VALUE(
-          !has_state, "the state of ",
-          parameter_name(g, i, group.names.empty() ? "" : group.names[i], own.whole),
+          !has_state, "the state of ", group.name_of(g, i),
           " was made for other blocks; set block_size, merge_dims, preconditioner_1d, "
           "preconditioned and max_preconditioned_dim back, or delete its entry in the state of "
           "the optimizer to start afresh");

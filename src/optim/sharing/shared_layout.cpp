@@ -36,8 +36,7 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
       const SharedBlocks* shared = owners_.find(param);
       const at::Tensor whole = groups[g].whole(i);
       device_ = param.device();
-      const std::string name = groups[g].names.empty() ? "" : groups[g].names[i];
-      names_.push_back(parameter_name(g, i, name, whole));
+      names_.push_back(groups[g].name_of(g, i));
       parameters_.push_back({.group = g,
                              .index = i,
                              .param = SeenTensor(param),

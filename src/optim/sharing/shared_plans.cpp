@@ -16,10 +16,6 @@
 namespace torchium::optim::detail {
 namespace {
 
-std::string name_of(const BlockedGroup& group, size_t g, size_t i) {
-  return parameter_name(g, i, group.names.empty() ? "" : group.names[i], group.whole(i));
-}
-
 c10::Device device_of(const std::vector<BlockedGroup>& groups) {
   for (const BlockedGroup& group : groups) {
     if (!group.params.empty()) {
@@ -62,7 +58,7 @@ void SharedPlans::check(const std::vector<BlockedGroup>& groups, Active active) 
   for (size_t g = 0; g < groups.size(); ++g) {
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
       const at::Tensor& param = groups[g].params[i];
-      const std::string name = name_of(groups[g], g, i);
+      const std::string name = groups[g].name_of(g, i);
       check_parameter(param, name);
       TORCH_CHECK_VALUE(!device || *device == param.device(), name, " is on ", param.device(),
                         " and another on ", *device,

@@ -97,6 +97,19 @@ at::Tensor kept(const at::Tensor& before, at::Tensor now) {
   return before.defined() && SeenMemory(before).is_of(now) ? before : now;
 }
 
+// Of some blocks, end to end.
+at::Tensor elements_of(const at::Tensor& whole, const SharedBlocks& shared,
+                       const std::vector<size_t>& blocks) {
+  at::Tensor elements = at::empty({element_count(shared, blocks)}, whole.options());
+  int64_t at = 0;
+  for (const size_t block : blocks) {
+    const at::Tensor part = block_of(whole, shared, block);
+    elements.narrow(0, at, part.numel()).view(part.sizes()).copy_(part);
+    at += part.numel();
+  }
+  return elements;
+}
+
 }  // namespace
 
 std::vector<size_t> blocks_of(const SharedBlocks& shared, int64_t rank) {
@@ -119,7 +132,7 @@ ParameterState share_of(const ParameterState& state, const SharedBlocks& shared,
                       "start afresh");
   };
   ParameterState share = state;
-  std::vector<std::vector<int64_t>> rows(slot_count(shared));
+  std::vector<std::vector<int64_t>> rows(slot_count(shared));  // in the whole state
   for_each_matrix(shared, own, [&](size_t k, size_t slot, size_t, int64_t) {
     rows[slot].push_back(shared.matrices[own[k]]);
   });
@@ -154,14 +167,7 @@ ParameterState share_of(const ParameterState& state, const SharedBlocks& shared,
     if (tensor.sizes() != shared.whole.sizes()) {
       refuse(kElementKeys[e], tensor);
     }
-    const at::Tensor whole = tensor.contiguous();
-    tensor = at::empty({elements}, whole.options());
-    int64_t at = 0;
-    for (const size_t block : own) {
-      const at::Tensor part = block_of(whole, shared, block);
-      tensor.narrow(0, at, part.numel()).view(part.sizes()).copy_(part);
-      at += part.numel();
-    }
+    tensor = elements_of(tensor.contiguous(), shared, own);
   }
   return share;
 }
