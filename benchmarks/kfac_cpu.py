@@ -9,18 +9,13 @@ from collections.abc import Callable
 
 import torch
 import torchium
+from networks.curvature_models import mlp
 from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import Tensor, nn
 
 NEVER = 10**9  # a TCov or TInv that is never reached
 TCOV = 10
 TARGET = 1.3
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-    )
 
 
 def convnet() -> nn.Module:
@@ -164,7 +159,7 @@ def main() -> int:
     arguments = parse_arguments(__doc__)
     report = Report("K-FAC on a CPU")
     workloads = {
-        "MLP 784-512-512-10, batch 128": Workload(mlp, 128, 784),
+        "MLP 784-512-512-10, batch 128": Workload(lambda: mlp(width=512), 128, 784),
         "ConvNet 3-64-128-256-256-10, batch 32 of 32 x 32": Workload(convnet, 32, 3, 32, 32),
     }
     rows = [

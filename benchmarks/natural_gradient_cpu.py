@@ -8,16 +8,11 @@ from collections.abc import Callable
 
 import torch
 import torchium
+from networks.curvature_models import mlp
 from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
 from torch import nn
 
 BATCH = 64
-
-
-def make_model() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-    )
 
 
 def iteration(
@@ -25,7 +20,7 @@ def iteration(
 ) -> Callable[[], None]:
     """One training iteration on random images; without an optimizer, forward and backward only."""
     torch.manual_seed(0)
-    model = make_model()
+    model = mlp(width=512)
     optimizer = None if make_optimizer is None else make_optimizer(model)
     x, y = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
 

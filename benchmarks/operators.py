@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shared.common import Report, interleaved, median_ratio, parse_arguments, result_file
+from shared.common import (
+    Report,
+    interleaved,
+    median_ratio,
+    parse_arguments,
+    repeated,
+    result_file,
+)
 from torch import Tensor
 from torchium import linalg
 
@@ -136,15 +143,7 @@ def seconds_of(task: Task, rounds: int) -> dict[str, list[float]]:
         functions[DENSE] = task.dense
     repeats = max(1, int(0.01 / max(min(warm(f) for f in functions.values()), 1e-6)))
     repeats = min(repeats, 200)
-
-    def repeated(function: Callable[[], Tensor]) -> Callable[[], None]:
-        def call() -> None:
-            for _ in range(repeats):
-                function()
-
-        return call
-
-    measured = interleaved({name: repeated(f) for name, f in functions.items()}, rounds)
+    measured = interleaved({name: repeated(f, repeats) for name, f in functions.items()}, rounds)
     return {name: [s / repeats for s in found] for name, found in measured.items()}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torchium
-from shared.common import Report, interleaved, parse_arguments, result_file
+from shared.common import Report, interleaved, parse_arguments, repeated, result_file
 from torch import Tensor
 
 ROOT = 4
@@ -42,14 +42,6 @@ def methods(A: Tensor) -> dict[str, Callable[[], Tensor]]:
         for method in ("eigh", "newton", "auto")
     }
     return {"torch eigh": functools.partial(power_by_eigh, A, -1 / ROOT), **ours}
-
-
-def repeated(function: Callable[[], Tensor], times: int) -> Callable[[], None]:
-    def call() -> None:
-        for _ in range(times):
-            function()
-
-    return call
 
 
 def milliseconds(functions: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from shared.device_clock import Clock
 from step_parts.contestants import contestants
 from step_parts.costs import Rates, iterations, needed
 from step_parts.profile import SHARES
-from step_parts.race import Entry, StepClock, race
+from step_parts.race import Entry, race
 from step_parts.shapes import MODELS, TINY_MODELS, Gradients, Model
 from step_parts.targets import check_targets
 
@@ -89,7 +89,7 @@ def shares_table(
 def measure(
     report: Report, key: str, model: Model, arguments: argparse.Namespace, rates: Rates
 ) -> None:
-    clock = StepClock(arguments.device, arguments.rounds)
+    clock = Clock(arguments.device, arguments.rounds)
     gradients = Gradients(model, EXPONENTS, arguments.device)
     families = arguments.families
     if key not in arguments.peer_models:

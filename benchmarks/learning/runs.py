@@ -6,8 +6,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from shared.device_clock import Clock
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -71,25 +73,16 @@ class Run:
 class Stopwatch:
     """Times the optimizer's steps without a wait: by events on the stream, or by the CPU's clock."""
 
-    def __init__(self, is_cuda: bool) -> None:
-        self._is_cuda = is_cuda
-        self._marks: list[tuple[object, object]] = []
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.mark = clock, clock.mark
+        self._marks: list[tuple[Any, Any]] = []
 
-    def mark(self) -> object:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def keep(self, start: object) -> None:
+    def keep(self, start: Any) -> None:
         self._marks.append((start, self.mark()))
 
     def milliseconds(self) -> list[float]:
         """Of all recorded steps; the device must have finished them."""
-        if self._is_cuda:
-            return [a.elapsed_time(b) for a, b in self._marks]  # type: ignore[attr-defined]
-        return [1e3 * (b - a) for a, b in self._marks]  # type: ignore[operator]
+        return [self._clock.between(*marks) for marks in self._marks]
 
 
 def synchronize(device: torch.device) -> None:
@@ -156,7 +149,7 @@ def train(task: Task, settings: Settings, name: str, lr: float, seed: int) -> Ru
     compute = gradient_function(task, model, settings, batches[0])
     conditions = settings.conditions(device)
     run = Run(name, lr, seed, settings.steps, conditions, task=task.name, goal=task.goal)
-    watch = Stopwatch(device.type == "cuda")
+    watch = Stopwatch(Clock(device.type))
     total = torch.zeros((), device=device)
     seconds = 0.0
     synchronize(device)

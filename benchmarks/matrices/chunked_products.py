@@ -10,22 +10,13 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from shared.common import Report, interleaved, median_ratio
+from shared.common import Report, interleaved, median_ratio, waits
 from torch import Tensor
 from torchium.linalg import chunked_matmul
 
 MIB = 1 << 20
 IN_CORE = "torch.matmul"
 LIMIT = "torchium chunked_matmul, limited"
-
-
-def synchronized(device: str, function: Callable[[], object]) -> Callable[[], object]:
-    def call() -> None:
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return call
 
 
 def relative_error(C: Tensor, A: Tensor, B: Tensor) -> float:
@@ -54,7 +45,7 @@ def measure_limited(report: Report, device: str, rounds: int, n: int, dtype: tor
             function()
             extra = (torch.cuda.max_memory_allocated() - before) / MIB
         rows.append([name, 0.0, extra, error])
-    seconds = interleaved({k: synchronized(device, f) for k, f in functions.items()}, rounds)
+    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
     for row in rows:
         row[1] = 1e3 * statistics.median(seconds[row[0]])
     kind = str(dtype).removeprefix("torch.")
@@ -93,7 +84,7 @@ def measure_host_operands(report: Report, rounds: int, m: int, k: int, n: int) -
     before = torch.cuda.memory_allocated()
     chunked_matmul(host_A, host_B, max_workspace_bytes=limit)
     peak = torch.cuda.max_memory_allocated() - before
-    seconds = interleaved({k: synchronized("cuda", f) for k, f in functions.items()}, rounds)
+    seconds = interleaved({k: waits("cuda", f) for k, f in functions.items()}, rounds)
     rows = [[name, 1e3 * statistics.median(seconds[name])] for name in functions]
     shape = f"[{m}, {k}] x [{k}, {n}]"
     report.table(

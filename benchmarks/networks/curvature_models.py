@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 
-def mlp(tiny: bool = False) -> nn.Module:
-    width = 32 if tiny else 1024
+def mlp(tiny: bool = False, width: int = 1024) -> nn.Module:
+    width = 32 if tiny else width
     return nn.Sequential(
         *(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
         nn.Linear(width, 10),

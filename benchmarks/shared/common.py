@@ -37,6 +37,14 @@ def waits(device: str, function: Callable[[], object]) -> Callable[[], object]:
     return call
 
 
+def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
+    def call() -> None:
+        for _ in range(times):
+            function()
+
+    return call
+
+
 def interleaved(
     functions: dict[str, Callable[[], object]],
     rounds: int,

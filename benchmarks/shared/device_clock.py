@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +19,28 @@ class Clock:
     """Times and memory of one device; on a CPU (dry run), times only."""
 
     device: str
-    rounds: int
+    rounds: int = 1
 
     def once(self, function: Callable[[], object]) -> float:
         """Seconds."""
-        if self.device == "cpu":
-            start = time.perf_counter()
-            function()
-            return time.perf_counter() - start
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        start = self.mark()
         function()
-        end.record()
-        end.synchronize()
-        return 1e-3 * start.elapsed_time(end)
+        end = self.mark()
+        if self.device != "cpu":
+            end.synchronize()
+        return 1e-3 * self.between(start, end)
+
+    def mark(self) -> Any:
+        """An event on the stream; nothing waits for it until a distance is read."""
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Milliseconds; the device must have passed both."""
+        return 1e3 * (end - start) if self.device == "cpu" else start.elapsed_time(end)
 
     def seconds(self, function: Callable[[], object]) -> float:
         """The median over rounds; the first call warms up."""

@@ -143,21 +143,6 @@ class Entry:
         return statistics.mean(positions), positions[due], statistics.median(others)
 
 
-class StepClock(Clock):
-    """Events on the stream; nothing waits for them until their distance is read."""
-
-    def mark(self) -> object:
-        if self.device == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start, end) -> float:
-        """Milliseconds; the device must have passed both."""
-        return 1e3 * (end - start) if self.device == "cpu" else start.elapsed_time(end)
-
-
 def race(entries: list[Entry], rounds: int, most_seconds: float) -> None:
     """All take turns, in a different order every round; slow ones run fewer rounds."""
     shuffle = random.Random(0).sample
