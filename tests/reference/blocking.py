@@ -10,12 +10,18 @@ import math
 from collections.abc import Iterator, Sequence
 
 
-def preconditioned_shape(shape: Sequence[int], block_size: int, merge_dims: bool) -> list[int]:
+def preconditioned_shape(
+    shape: Sequence[int], block_size: int, merge_dims: bool, target_order: int | None = None
+) -> list[int]:
     """The shape that is preconditioned: unit dimensions gone, small dimensions merged.
 
     Its length is the order k of the parameter.
     """
     shape = list(shape)
+    if target_order == 0:
+        return shape
+    if target_order is not None:
+        return _merged_down_to(target_order, [n for n in shape if n != 1] or [1], block_size)
     if merge_dims and len(shape) == 4:  # a convolution: [out, in * kh * kw]
         shape = [shape[0], math.prod(shape[1:])]
     shape = [n for n in shape if n != 1]
@@ -30,6 +36,16 @@ def preconditioned_shape(shape: Sequence[int], block_size: int, merge_dims: bool
         else:
             merged.insert(0, shape[i])
     return merged
+
+
+def _merged_down_to(order: int, shape: list[int], block_size: int) -> list[int]:
+    """Merges pairs, each time the last one that fits; a pair that does not fit is never asked again."""
+    last = len(shape) - 1
+    while last > 0 and len(shape) > order:
+        if shape[last - 1] * shape[last] <= block_size:
+            shape[last - 1 : last + 1] = [shape[last - 1] * shape[last]]
+        last -= 1
+    return shape
 
 
 def blocks_of(shape: Sequence[int], block_size: int) -> Iterator[tuple[slice, ...]]:

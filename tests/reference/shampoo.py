@@ -36,6 +36,7 @@ class ReferenceShampoo:
         relative_eps: float = 0.0,
         block_size: int = 1024,
         merge_dims: bool = True,
+        target_order: int | None = None,
         exponent: float | None = None,
         exponent_warmup: int = 0,
         preconditioner_1d: str = "diagonal",
@@ -59,6 +60,7 @@ class ReferenceShampoo:
         self.relative_eps = relative_eps
         self.block_size = block_size
         self.merge_dims = merge_dims
+        self.target_order = target_order
         self.exponent = exponent
         self.exponent_warmup = exponent_warmup
         self.preconditioner_1d = preconditioner_1d
@@ -127,13 +129,16 @@ class ReferenceShampoo:
         self, g: Tensor, m: Tensor, graft: Tensor | None, state: dict[str, Any], t: int
     ) -> Tensor:
         """m preconditioned block by block, each block scaled to the norm of its grafted one."""
-        shape = preconditioned_shape(g.shape, self.block_size, self.merge_dims)
+        shape = preconditioned_shape(g.shape, self.block_size, self.merge_dims, self.target_order)
         excluded = not self._is_preconditioned(shape)
         if excluded and self.grafting in ("adagrad", "rmsprop", "adam"):
             assert graft is not None
             return graft
         diagonal = excluded or (len(shape) <= 1 and self.preconditioner_1d == "diagonal")
-        shape = [g.numel()] if excluded else shape or [1]
+        if excluded:
+            shape = [g.numel()]
+        elif self.target_order != 0:
+            shape = shape or [1]
         direction = torch.empty(shape, dtype=g.dtype)
         for block in blocks_of(shape, self.block_size):
             key = tuple((piece.start, piece.stop) for piece in block)

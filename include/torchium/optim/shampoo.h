@@ -61,6 +61,12 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   /// Merge adjacent dimensions of tensors of order above two while their product stays within
   /// block_size; a tensor of order four, such as the weight of a Conv2d, becomes [out, in kh kw].
   TORCH_ARG(bool, merge_dims) = true;
+  /// Merge dimensions by the rule of Distributed Shampoo's target_parameter_dimensionality instead.
+  /// t >= 1: dimensions of size one are dropped, and adjacent ones merge, from the last backwards,
+  /// while their product stays within block_size and more than t are left; with 1 a small matrix
+  /// becomes a vector, which preconditioner_1d rules. 0, its infinity: the shape as it is, with
+  /// dimensions of size one. Needs merge_dims.
+  TORCH_ARG(std::optional<int64_t>, target_order) = std::nullopt;
   /// Exponent of the roots; none: -1/(2k) for a tensor of order k.
   TORCH_ARG(std::optional<double>, exponent) = std::nullopt;
   /// During this many first steps of a parameter the exponent goes from -1/(2k) to `exponent`, as
@@ -73,7 +79,7 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   /// they take the direction of the grafted method itself, and keep only its state (with
   /// from_adamw(), AdamW's step); else m (a / c + eps)^(-1/2) with the diagonal of the statistics.
   TORCH_ARG(bool, preconditioned) = true;
-  /// A parameter with a longer dimension, after merge_dims, is treated as with
+  /// A parameter with a longer dimension, after merging, is treated as with
   /// preconditioned = false: an embedding or a head with a large vocabulary, for which the matrices
   /// of the other dimension alone would cost more than the rest of its step. None: no limit; else
   /// >= 1.

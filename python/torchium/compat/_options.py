@@ -22,7 +22,7 @@ from ._configs import (
     read_distributed,
     refuse,
 )
-from ._dims import common_merge_dims, merged_dims
+from ._dims import their_dims
 
 _SHAMPOO = OptionList("Shampoo")
 _INFINITY = 2**63 - 1  # of an integer
@@ -35,10 +35,8 @@ _METHODS = {
 }
 
 
-def shampoo_options(
-    theirs: Mapping[str, Any], params: Sequence[tuple[str, Tensor]] = ()
-) -> dict[str, Any]:
-    """The options of Shampoo but ``lr`` that ``theirs`` sets, for a group of named parameters.
+def shampoo_options(theirs: Mapping[str, Any], params: Sequence[Tensor] = ()) -> dict[str, Any]:
+    """The options of Shampoo but ``lr`` that ``theirs`` sets, for a group of parameters.
 
     Raises ValueError, with the names of Distributed Shampoo, for options that Shampoo cannot reproduce.
     """
@@ -181,9 +179,7 @@ def _elementwise(argument: str, config: Config) -> dict[str, Any]:
     return options
 
 
-def _matrices(
-    theirs: Mapping[str, Any], beta2: float, params: Sequence[tuple[str, Tensor]]
-) -> dict[str, Any]:
+def _matrices(theirs: Mapping[str, Any], beta2: float, params: Sequence[Tensor]) -> dict[str, Any]:
     argument = "preconditioner_config"
     config = theirs[argument]
     values = MATRICES["RootInvShampooPreconditionerConfig"]
@@ -202,15 +198,15 @@ def _matrices(
     target = read_distributed(theirs["distributed_config"]).values[
         "target_parameter_dimensionality"
     ]
-    merge_dims = common_merge_dims(params, block_size, target)
-    orders = {len(merged_dims(p.shape, block_size, merge_dims)) for _, p in params if p.numel()}
+    orders = {len(their_dims(p.shape, block_size, target)) for p in params if p.numel()}
+    orders -= {0}  # has no matrices
     return {
         "block_size": block_size,
-        "merge_dims": merge_dims,
+        "target_order": 0 if target == math.inf else target,
         "preconditioner_1d": "full",
         "exponent": _exponent(f"{argument}.inverse_exponent_override", values, orders),
         "root_method": _root_method(f"{argument}.amortized_computation_config", values),
-        "root_dtype": _root_dtype(argument, values, [p.dtype for _, p in params]),
+        "root_dtype": _root_dtype(argument, values, [p.dtype for p in params]),
         "max_root_failures": tolerated + 1,  # an error at the failure that is not tolerated
     }
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from ..optimizers._blocked.sharing import Sharing
-from ..optimizers._core.parameters import check_params, parameter_names
+from ..optimizers._core.parameters import check_params
 from ..optimizers.shampoo import Shampoo
 from ._configs import RUNTIME, read, read_distributed, refuse
 from ._options import shampoo_options
@@ -148,19 +148,15 @@ def _own_group(index: int, theirs: dict[str, Any]) -> dict[str, Any]:
             f"{wrong[0]}={foreign[wrong[0]]!r} of group {index} is an option of torchium.Shampoo; "
             "give that of DistributedShampoo"
         )
-    named = _named(index, theirs["params"])
-    return {**foreign, "lr": theirs["lr"], **shampoo_options(theirs, named)}
+    params = _with_shape(theirs["params"])
+    return {**foreign, "lr": theirs["lr"], **shampoo_options(theirs, params)}
 
 
-def _named(index: int, params: Any) -> list[tuple[str, Tensor]]:
-    """Parameters with a shape, and their names in messages."""
+def _with_shape(params: Any) -> list[Tensor]:
+    """The parameters that are not lazy, without names."""
     entries = [params] if isinstance(params, Tensor) else params
-    pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in entries]
-    group = {"params": [param for _, param in pairs]}
-    if pairs and pairs[0][0] is not None:
-        group["param_names"] = [name for name, _ in pairs]
-    named = zip(parameter_names(index, group), group["params"], strict=True)
-    return [(name, p) for name, p in named if not is_lazy(p)]
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    return [p for p in tensors if not is_lazy(p)]
 
 
 def _check_runtime(config: Any) -> None:

@@ -91,6 +91,12 @@ class Shampoo(Consolidating, BlockedOptimizer):
         merge_dims (bool): merge adjacent dimensions of tensors of order above two while their
             product stays within ``block_size``; a tensor of order four, such as the weight of a
             ``Conv2d``, becomes [out, in kh kw] (default: True).
+        target_order (int, optional): merge dimensions by the rule of Distributed Shampoo's
+            ``target_parameter_dimensionality`` instead. :math:`t \geq 1`: dimensions of size one are
+            dropped, and adjacent ones merge, from the last backwards, while their product stays
+            within ``block_size`` and more than :math:`t` are left; with 1 a small matrix becomes a
+            vector, which ``preconditioner_1d`` rules. 0, its ``math.inf``: the shape as it is, with
+            dimensions of size one. Needs ``merge_dims`` (default: None).
         exponent (float, optional): negative power of the statistics instead of :math:`-1/(2k)`
             (default: None).
         exponent_warmup (int): during this many first steps of a parameter the exponent goes from
@@ -106,7 +112,7 @@ class Shampoo(Consolidating, BlockedOptimizer):
             itself, and only its state: in a :class:`ShampooW` that is AdamW's step. Else they take the
             diagonal rule above (default: True).
         max_preconditioned_dim (int, optional): parameters with a longer dimension, after
-            ``merge_dims``, are treated as with ``preconditioned=False``: an embedding or a head with
+            merging, are treated as with ``preconditioned=False``: an embedding or a head with
             a large vocabulary, for which the matrices of the other dimension alone would cost more
             than the rest of its step. None: no limit (default: 16384).
         grafting (str, optional): None, ``"sgd"``, ``"adagrad"``, ``"rmsprop"`` or ``"adam"``
@@ -187,6 +193,7 @@ class Shampoo(Consolidating, BlockedOptimizer):
         relative_eps: float = 0.0,
         block_size: int = 1024,
         merge_dims: bool = True,
+        target_order: int | None = None,
         exponent: float | None = None,
         exponent_warmup: int = 0,
         preconditioner_1d: str = "diagonal",

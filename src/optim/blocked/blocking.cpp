@@ -27,31 +27,41 @@ std::vector<Segment> segments(int64_t length, int64_t block_size) {
   return result;
 }
 
+// Neighbours become one dimension, from the last backwards, while their product is at most `limit`
+// and more than `order` dimensions are left.
+std::vector<int64_t> joined_neighbours(const std::vector<int64_t>& dims, int64_t limit,
+                                       int64_t order) {
+  std::vector<int64_t> joined;
+  int64_t left = static_cast<int64_t>(dims.size());
+  for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim, --left) {
+    const bool stays_above = static_cast<int64_t>(joined.size()) + left > order;
+    if (!joined.empty() && stays_above && joined.back() * *dim <= limit) {
+      joined.back() *= *dim;
+    } else {
+      joined.push_back(*dim);
+    }
+  }
+  return {joined.rbegin(), joined.rend()};
+}
+
 }  // namespace
 
 int64_t BlockShape::count() const {
   return std::accumulate(counts.begin(), counts.end(), int64_t{1}, std::multiplies<>());
 }
 
-std::vector<int64_t> merged_dims(at::IntArrayRef shape, int64_t block_size, bool merge_dims) {
-  std::vector<int64_t> dims(shape.begin(), shape.end());
-  if (merge_dims && dims.size() == 4) {
+std::vector<int64_t> merged_dims(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
+                                 std::optional<int64_t> target_order) {
+  std::vector<int64_t> dims = shape.vec();
+  if (target_order == 0) {
+    return dims;
+  }
+  if (merge_dims && !target_order && dims.size() == 4) {
     dims = {dims[0], dims[1] * dims[2] * dims[3]};
   }
   std::erase(dims, 1);
-  if (merge_dims && dims.size() > 2) {
-    std::vector<int64_t> merged;  // from the last dimension backwards
-    size_t left = dims.size();
-    for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim, --left) {
-      // `left` dimensions are still to come: merging must leave at least two groups.
-      const bool keeps_order_two = merged.size() > 1 || left > 1;
-      if (!merged.empty() && keeps_order_two && merged.back() * *dim <= block_size) {
-        merged.back() *= *dim;
-      } else {
-        merged.push_back(*dim);
-      }
-    }
-    dims.assign(merged.rbegin(), merged.rend());
+  if (merge_dims) {
+    dims = joined_neighbours(dims, block_size, target_order.value_or(2));
   }
   if (dims.empty()) {
     dims.push_back(1);

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -18,17 +19,19 @@ struct BlockShape {
 };
 
 struct Blocking {
-  std::vector<int64_t> dims;       // after squeezing and merging; {1} for a scalar
+  std::vector<int64_t> dims;       // after merged_dims()
   std::vector<BlockShape> shapes;  // at most 2^order: whole blocks and remainders
 
   int64_t order() const { return static_cast<int64_t>(dims.size()); }
   bool is_one_block() const { return shapes.size() == 1 && shapes[0].count() == 1; }
 };
 
-// Dimensions after `merge_dims`: a convolution [out, in, kh, kw] becomes [out, in kh kw]; unit
-// dimensions are dropped; other tensors of order above two merge adjacent dimensions from the last
-// backwards while the product stays within block_size, down to order two.
-std::vector<int64_t> merged_dims(at::IntArrayRef shape, int64_t block_size, bool merge_dims);
+// Unit dimensions are dropped. With merge_dims a convolution [out, in, kh, kw] becomes
+// [out, in kh kw], and other tensors merge adjacent dimensions, from the last backwards, while the
+// product stays within block_size and more than two are left. With a target_order all tensors merge
+// in this way while more than target_order are left; 0: the shape stays, with its unit dimensions.
+std::vector<int64_t> merged_dims(at::IntArrayRef shape, int64_t block_size, bool merge_dims,
+                                 std::optional<int64_t> target_order);
 
 // Blocks of at most block_size per dimension; a remainder is a block of its own.
 Blocking make_blocking(std::vector<int64_t> dims, int64_t block_size);

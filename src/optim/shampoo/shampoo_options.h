@@ -23,6 +23,7 @@ auto option_fields(Options& o) {
       Option{"relative_eps", o.relative_eps(), Number{}},
       Option{"block_size", o.block_size(), Integer{}, kShapesState},
       Option{"merge_dims", o.merge_dims(), Flag{}, kShapesState},
+      Option{"target_order", o.target_order(), Integer{0}, kShapesState},
       Option{"exponent", o.exponent(), Number{-kInfinity, 0.0, /*without_low=*/true}},
       Option{"exponent_warmup", o.exponent_warmup(), Integer{0}},
       Option{"preconditioner_1d", o.preconditioner_1d(), one_of("diagonal", "full"), kShapesState},
@@ -45,6 +46,10 @@ auto option_fields(Options& o) {
 inline void check_combination(const ShampooOptions& o) {
   TORCH_CHECK_VALUE(!o.nesterov() || o.momentum() > 0.0,
                     "nesterov=True needs momentum above 0, got momentum=0.0");
+  TORCH_CHECK_VALUE(o.merge_dims() || !o.target_order(),
+                    "target_order=", detail::text_of(o.target_order()),
+                    " says how dimensions merge and needs merge_dims=True; target_order=0 merges "
+                    "none, got merge_dims=False");
 }
 
 }  // namespace torchium::optim

@@ -55,16 +55,17 @@ BlockedPlan::Rule ShampooPlan::rule(at::IntArrayRef shape) const {
 void ShampooPlan::check_saved_rule(const at::Tensor& param, const ParameterState& saved,
                                    const std::string& name) const {
   const ParameterRule rule = rule_of_shape(options_, param.sizes());
+  const bool needs_matrices =
+      rule == ParameterRule::kMatrices && shampoo_blocking(options_, param.sizes()).order() > 0;
   const std::string detail = describe_rule(options_, param.sizes()).detail;
   const bool has_matrices = !saved.statistics.empty();
   TORCH_CHECK_VALUE(
-      !has_matrices || rule == ParameterRule::kMatrices, "unexpected matrices in the state of ",
-      name, ", which none precondition by the options of its group (", detail,
+      !has_matrices || needs_matrices, "unexpected matrices in the state of ", name,
+      ", which none precondition by the options of its group (", detail,
       "); set them back, for a checkpoint of an earlier version preconditioned=True and "
       "max_preconditioned_dim=None");
   TORCH_CHECK_VALUE(
-      has_matrices || rule != ParameterRule::kMatrices, "matrices are missing from the state of ",
-      name,
+      has_matrices || !needs_matrices, "matrices are missing from the state of ", name,
       ", which are to precondition it by the options of its group; set back preconditioned, "
       "max_preconditioned_dim and preconditioner_1d, which cannot change after its first step");
   TORCH_CHECK_VALUE(rule != ParameterRule::kGrafted || saved.grafting_second_moment.defined(),

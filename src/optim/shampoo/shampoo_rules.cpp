@@ -15,6 +15,9 @@ bool is_too_long(const ShampooOptions& o, int64_t dim) {
 
 // "4 blocks 1024x1024, 2 blocks 1024x512, exponent -1/4"
 std::string describe_blocks(const ShampooOptions& o, const Blocking& blocking) {
+  if (blocking.order() == 0) {
+    return "order 0, without matrices";
+  }
   std::ostringstream text;
   for (const auto& shape : blocking.shapes) {
     const int64_t count = shape.count();
@@ -34,7 +37,9 @@ std::string describe_blocks(const ShampooOptions& o, const Blocking& blocking) {
 }
 
 std::vector<int64_t> dims_of(const ShampooOptions& o, at::IntArrayRef shape, Dims dims) {
-  return dims == Dims::kMerged ? merged_dims(shape, o.block_size(), o.merge_dims()) : shape.vec();
+  return dims == Dims::kMerged
+             ? merged_dims(shape, o.block_size(), o.merge_dims(), o.target_order())
+             : shape.vec();
 }
 
 // Why no matrices precondition a parameter.
@@ -42,9 +47,9 @@ std::string describe_exception(const ShampooOptions& o, const std::vector<int64_
   if (!o.preconditioned()) {
     return "preconditioned is off";
   }
-  const int64_t longest = *std::max_element(dims.begin(), dims.end());
-  if (is_too_long(o, longest)) {
-    return c10::str("dimension ", longest, " above max_preconditioned_dim ",
+  const auto longest = std::max_element(dims.begin(), dims.end());
+  if (longest != dims.end() && is_too_long(o, *longest)) {
+    return c10::str("dimension ", *longest, " above max_preconditioned_dim ",
                     *o.max_preconditioned_dim());
   }
   return std::find(dims.begin(), dims.end(), 0) != dims.end() ? "no elements" : "order 0 or 1";
@@ -81,7 +86,7 @@ ParameterRule parameter_rule(const ShampooOptions& o, at::IntArrayRef dims) {
   if (excluded && uses_second_moment(o)) {
     return ParameterRule::kGrafted;
   }
-  const bool is_vector = dims.size() == 1 && o.preconditioner_1d() == "diagonal";
+  const bool is_vector = dims.size() <= 1 && o.preconditioner_1d() == "diagonal";
   const bool is_empty = std::find(dims.begin(), dims.end(), 0) != dims.end();
   return excluded || is_vector || is_empty ? ParameterRule::kDiagonal : ParameterRule::kMatrices;
 }
@@ -91,7 +96,7 @@ ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape, Dims
 }
 
 BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape) {
-  const auto dims = merged_dims(shape, o.block_size(), o.merge_dims());
+  const auto dims = dims_of(o, shape, Dims::kMerged);
   switch (parameter_rule(o, dims)) {
     case ParameterRule::kMatrices:
       return {"preconditioned", describe_blocks(o, make_blocking(dims, o.block_size()))};

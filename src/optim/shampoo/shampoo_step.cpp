@@ -61,7 +61,7 @@ void ShampooStep::make_subsets() {
   prologue_ = StepPrologue::make(group_.params, group_.states, status_, l2_penalty(options_));
   std::vector<size_t> by_kernels, eager;
   for (size_t i = 0; i < group_.params.size(); ++i) {
-    (has_shampoo_kernels(options_, group_, i) ? by_kernels : eager).push_back(i);
+    (has_shampoo_kernels(group_, i) ? by_kernels : eager).push_back(i);
   }
   batches_ = find_batches(group_.blockings, group_.states, by_kernels);
   const size_t count = batches_.size();

@@ -141,11 +141,10 @@ std::vector<SharedBlocks> BlockOwners::new_cuts(const BlockedGroup& group, size_
       if (same_cut(*before, own)) {
         continue;
       }
-      TORCH_CHECK_VALUE(
-          !has_state, "the state of ", group.name_of(g, i),
-          " was made for other blocks; set block_size, merge_dims, preconditioner_1d, "
-          "preconditioned and max_preconditioned_dim back, or delete its entry in the state of "
-          "the optimizer to start afresh");
+      TORCH_CHECK_VALUE(!has_state, "the state of ", group.name_of(g, i),
+                        " was made for other blocks; set block_size, merge_dims, target_order, "
+                        "preconditioner_1d, preconditioned and max_preconditioned_dim back, or "
+                        "delete its entry in the state of the optimizer to start afresh");
     }
     cuts.push_back(std::move(own));
   }

@@ -35,6 +35,7 @@ TEST(Shampoo, DefaultsAreThoseOfPython) {
   EXPECT_EQ(options.relative_eps(), 0.0);
   EXPECT_EQ(options.block_size(), 1024);
   EXPECT_TRUE(options.merge_dims());
+  EXPECT_FALSE(options.target_order().has_value());
   EXPECT_FALSE(options.exponent().has_value());
   EXPECT_EQ(options.preconditioner_1d(), "diagonal");
   EXPECT_FALSE(options.grafting().has_value());

@@ -5,9 +5,11 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace torchium::testing {
 namespace {
@@ -125,6 +127,27 @@ TEST(ShampooRules, TheLimitIsOneOfDimensions) {
   EXPECT_THROW(Shampoo(params, ShampooOptions().max_preconditioned_dim(0)), c10::ValueError);
   const auto unlimited = Shampoo(params, ShampooOptions().max_preconditioned_dim(std::nullopt));
   EXPECT_EQ(unlimited.report().parameters[0].rule, "preconditioned");
+}
+
+TEST(ShampooRules, TargetOrdersMergeAsInDistributedShampoo) {
+  const Tensors params{parameter(torch::ones({6, 4})), parameter(torch::ones({8, 3, 3, 3})),
+                       parameter(torch::ones({2, 1, 3})), parameter(torch::ones({}))};
+  const auto details = [&](std::optional<int64_t> target_order) {
+    std::vector<std::string> result;
+    const auto options =
+        ShampooOptions().target_order(target_order).block_size(24).preconditioner_1d("full");
+    for (const auto& line : Shampoo(params, options).report().parameters) {
+      result.push_back(line.detail.substr(0, line.detail.find(',')));
+    }
+    return result;
+  };
+  using Blocks = std::vector<std::string>;
+  EXPECT_EQ(details(1), (Blocks{"1 block 24", "1 block 24x9", "1 block 6", "1 block 1"}));
+  EXPECT_EQ(details(2), (Blocks{"1 block 6x4", "1 block 24x9", "1 block 2x3", "1 block 1"}));
+  EXPECT_EQ(details(0), (Blocks{"1 block 6x4", "1 block 8x3x3x3", "1 block 2x1x3", "order 0"}));
+  EXPECT_THROW(Shampoo(params, ShampooOptions().target_order(-1)), c10::ValueError);
+  EXPECT_THROW(Shampoo(params, ShampooOptions().target_order(1).merge_dims(false)),
+               c10::ValueError);
 }
 
 TEST(ShampooRules, CannotChangeInMidRun) {

@@ -210,6 +210,10 @@ TEST(ArchiveOptions, AreRestored) {
   EXPECT_TRUE(loaded == options);
   EXPECT_FALSE(loaded == ShampooOptions(0.5));
 
+  const auto as_given = ShampooOptions().target_order(0);
+  load(target, saved(Shampoo({param}, as_given)));
+  EXPECT_TRUE(static_cast<ShampooOptions&>(target.param_groups()[0].options()) == as_given);
+
   const auto adagrad_options = AdagradOptions(0.5)
                                    .lr_decay(0.1)
                                    .weight_decay(0.2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import math
 import pickle
 
 import distributed_shampoo_cases as cases
@@ -20,7 +19,7 @@ import torchium
 from optimizer_cases import mlp, set_gradients
 from torch import nn
 from torchium.compat import DistributedShampoo
-from torchium.compat._dims import merged_dims
+from torchium.compat._dims import their_dims
 
 GOLDEN = json.loads(cases.GOLDEN.read_text())
 KEEPS_MATRICES = configs.SingleDeviceDistributedConfig(target_parameter_dimensionality=2)
@@ -111,6 +110,7 @@ def test_default_configurations_are_theirs():
         "update_freq": 1,
         "decoupled_weight_decay": True,
         "preconditioner_1d": "full",
+        "target_order": 1,
         "max_preconditioned_dim": None,
         "max_root_failures": 4,
     }
@@ -188,26 +188,38 @@ def test_options_of_matrices():
     assert group["root_method"] == "newton"
 
 
-@pytest.mark.parametrize("merge_dims", [True, False])
-@pytest.mark.parametrize(
-    "shape",
-    [(), (1,), (7,), (5, 3), (1, 6), (4, 3, 2, 2), (1, 3, 2, 2), (3, 2, 5), (2, 1, 2, 2, 3)],
-)
-def test_dimensions_are_those_of_the_core(shape, merge_dims):
-    block_size = 9
-    optimizer = torchium.Shampoo(
-        [nn.Parameter(torch.ones(shape))],
-        block_size=block_size,
-        merge_dims=merge_dims,
-        preconditioner_1d="full",
+def convnet() -> nn.Module:
+    """Its convolutions become [120, 9] and [12, 120, 9]."""
+    layers = nn.Conv2d(1, 120, 3), nn.ReLU(), nn.Conv2d(120, 12, 3), nn.BatchNorm2d(12)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 1, 6)), nn.ZeroPad2d(2), *layers, nn.Flatten(), nn.Linear(72, 3)
     )
-    dims = merged_dims(shape, block_size, merge_dims)
-    first_block = "x".join(str(min(dim, block_size)) for dim in dims)
-    detail = optimizer.report().parameters[0].detail
-    assert f" {first_block}, " in detail, detail
-    blocks = math.prod(-(-dim // block_size) for dim in dims)
-    counts = [int(part.split()[0]) for part in detail.split(", ")[:-1]]
-    assert sum(counts) == blocks, detail
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(6, 2, dim_feedforward=12, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), layer, nn.Flatten(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("network", [mlp, convnet, transformer])
+def test_trains_networks_with_the_defaults(network):
+    torch.manual_seed(0)
+    model = network()
+    optimizer = DistributedShampoo(model.named_parameters(), lr=1e-2)
+    for line, p in zip(optimizer.report().parameters, model.parameters(), strict=True):
+        dims = their_dims(p.shape, 1024, 1)
+        sizes = "x".join(str(min(dim, 1024)) for dim in dims)
+        assert line.rule == "preconditioned"
+        assert f" {sizes}, " in line.detail, line
+    inputs, labels = torch.randn(32, 6), torch.randint(3, (32,))
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_it_is_a_shampoo_in_checkpoints_and_copies():

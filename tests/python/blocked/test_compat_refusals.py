@@ -131,11 +131,6 @@ REFUSED = {
         },
         r"amortized_computation_config\.tolerance=0\.1 .*use 0\.0",
     ),
-    "flattened matrices": (
-        {"distributed_config": configs.SingleDeviceDistributedConfig()},
-        r"target_parameter_dimensionality=1 .*make \[24\] of parameter 0 of group 0 \(shape \[6, 4\]\)"
-        r".*use distributed_config=SingleDeviceDistributedConfig\(target_parameter_dimensionality=2\)$",
-    ),
     "target": (
         {
             "distributed_config": configs.SingleDeviceDistributedConfig(
@@ -181,15 +176,6 @@ def test_refuses(case):
     params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(4))]
     with pytest.raises(ValueError, match=message):
         DistributedShampoo(params, **{"distributed_config": KEEPS_MATRICES, **arguments})
-
-
-def test_refuses_by_convolutions_of_another_order():
-    params = [("stem", nn.Parameter(torch.ones(8, 4, 3, 3)))]
-    message = (
-        r"make \[8, 4, 9\] of parameter 'stem' .*\[8, 36\].*max_preconditioner_dim of at least 36"
-    )
-    with pytest.raises(ValueError, match=message):
-        DistributedShampoo(params, max_preconditioner_dim=16, distributed_config=KEEPS_MATRICES)
 
 
 def test_refuses_attributes_that_it_does_not_know():

@@ -30,6 +30,15 @@ OPTIONS = {
     "rmsprop": {"grafting": "rmsprop", "grafting_beta2": 0.9, "start_preconditioning_step": 3},
     "late": {"betas": (0.9, 0.99), "start_preconditioning_step": 4},
     "full_vectors": {"preconditioner_1d": "full", "grafting": "adam", "betas": (0.9, 0.99)},
+    # Channels-last convolutions: as a vector and as [out in, kh kw], which the kernels cannot read, and [out, in kh kw].
+    "flattened": {"target_order": 1, "block_size": 512, "preconditioner_1d": "full"}
+    | {"grafting": "adam", "betas": (0.9, 0.99)},
+    "flattened_diagonal": {"target_order": 1, "block_size": 512, "grafting": "sgd"},
+    "flattened_adam": {"target_order": 1, "block_size": 512, "preconditioned": False}
+    | {"grafting": "adam", "betas": (0.9, 0.99)},
+    "merged_rows": {"target_order": 2, "block_size": 24, "grafting": "sgd", "betas": (0.5, 0.9)},
+    "merged_columns": {"target_order": 2, "block_size": 32, "momentum": 0.5},
+    "as_given": {"target_order": 0, "preconditioner_1d": "full", "grafting": "sgd"},
     "unpreconditioned": {"preconditioned": False, "grafting": "sgd", "betas": (0.9, 0.95)},
     "unpreconditioned_adam": {"preconditioned": False, "grafting": "adam", "betas": (0.9, 0.95)}
     | {"momentum": 0.5, "weight_decay": 0.1},

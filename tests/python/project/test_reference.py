@@ -53,6 +53,34 @@ def test_preconditioned_shape(shape, block_size, merge_dims, expected):
     assert preconditioned_shape(shape, block_size, merge_dims) == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "block_size", "target_order", "expected"),
+    [
+        ((), 4, 1, [1]),
+        ((), 4, 0, []),
+        ((1, 1), 4, 1, [1]),
+        ((1, 7), 4, 2, [7]),
+        ((1, 7), 4, 0, [1, 7]),
+        ((5, 6), 30, 1, [30]),
+        ((5, 6), 29, 1, [5, 6]),
+        ((5, 6), 30, 2, [5, 6]),
+        ((2, 3, 4), 1024, 1, [24]),
+        ((2, 3, 4), 1024, 2, [2, 12]),
+        ((2, 3, 4), 1024, 3, [2, 3, 4]),
+        # Examples of Distributed Shampoo's merge_small_dims.
+        ((1, 2, 5, 1), 10, 1, [10]),
+        ((1, 2, 5, 1), 1, 1, [2, 5]),
+        ((32, 3, 64, 64), 8192, 1, [96, 4096]),
+        ((32, 3, 64, 64), 1_000_000, 2, [32, 12288]),
+        ((8, 4, 3, 3), 24, 2, [8, 4, 9]),
+        ((8, 3, 3, 3), 24, 2, [24, 9]),
+        ((8, 3, 3, 3), 1024, 0, [8, 3, 3, 3]),
+    ],
+)
+def test_preconditioned_shape_with_a_target(shape, block_size, target_order, expected):
+    assert preconditioned_shape(shape, block_size, True, target_order) == expected
+
+
 def test_blocks_are_pieces_and_a_remainder():
     assert list(blocks_of([5, 4], 4)) == [
         (slice(0, 4), slice(0, 4)),

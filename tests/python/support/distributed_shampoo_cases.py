@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).with_name("golden_compat_distributed_shampoo.json")
 STEPS = 20
 # In blocks of 4: [4, 3] and [1, 3]; [3, 3]; [3, 4]; [4] and [2]; [1].
 SHAPES = ((5, 3), (3, 3), (3, 2, 2), (6,), ())
-ORDER_TWO = ((5, 3), (3, 3))
+SMALL = ((3, 2), (4, 4), (2, 3), (2, 2, 2), (6,), (), (3, 2, 3))
 
 
 class Case(NamedTuple):
@@ -223,6 +223,36 @@ CASES: dict[str, Case] = {
     ),
     "no merging": Case(
         lambda c: {"epsilon": 1e-2}, ((3, 2, 2), (2, 2, 2, 2), (5, 3)), target=math.inf
+    ),
+    # [6], [4, 4], [6], [2, 4], [6], [1], [3, 6] in blocks of 6
+    "flattened": Case(lambda c: {"epsilon": 1e-3, "max_preconditioner_dim": 6}, SMALL, target=1),
+    "flattened and grafted": Case(
+        lambda c: {
+            "betas": (0.9, 0.99),
+            "epsilon": 1e-3,
+            "max_preconditioner_dim": 6,
+            "grafting_config": c.AdamPreconditionerConfig(epsilon=1e-3),
+        },
+        SMALL,
+        target=1,
+    ),
+    "exponent of vectors": Case(
+        lambda c: {
+            "epsilon": 1e-2,
+            "max_preconditioner_dim": 6,
+            "preconditioner_config": matrices(c, inverse_exponent_override={1: 0.4}),
+        },
+        ((3, 2), (2, 1, 3), (5,)),
+        target=1,
+    ),
+    # [4, 2, 6]; [3, 4]; [2, 3, 4]
+    "not below three": Case(
+        lambda c: {"epsilon": 1e-2, "max_preconditioner_dim": 8},
+        ((4, 2, 3, 2), (3, 4), (2, 1, 3, 2, 2)),
+        target=3,
+    ),
+    "shapes as they are": Case(
+        lambda c: {"epsilon": 1e-2}, ((3, 1, 2), (1, 5), (), (1, 1), (2, 1, 3, 1)), target=math.inf
     ),
     "merging as far as possible": Case(
         lambda c: {"epsilon": 1e-2}, ((5, 3), (3, 3), (2, 1, 4), (6,)), target=1

@@ -27,16 +27,18 @@ using cuda_kernels::ParameterEntry;
 using cuda_kernels::TileGrid;
 using linalg::detail::MatmulPrecision;
 
-// ParameterEntry::inner; 0 for a layout that the kernels do not know.
-int64_t inner_dimension(const at::Tensor& param, const Blocking& blocking, bool merge_dims) {
+// ParameterEntry::inner; 0 for a layout that the kernels do not know. They read a channels-last
+// convolution as [out, in kh kw] alone, or [in kh kw] where out is one.
+int64_t inner_dimension(const at::Tensor& param, const Blocking& blocking) {
   if (param.is_contiguous()) {
     return 1;
   }
-  if (merge_dims && param.dim() == 4 && blocking.order() <= 2 &&
-      param.is_contiguous(at::MemoryFormat::ChannelsLast)) {
-    return param.size(2) * param.size(3);
+  if (param.dim() != 4 || !param.is_contiguous(at::MemoryFormat::ChannelsLast)) {
+    return 0;
   }
-  return 0;
+  const int64_t out = param.size(0);
+  const int64_t rows = blocking.order() == 1 ? 1 : blocking.dims.front();
+  return rows == out ? param.size(2) * param.size(3) : 0;
 }
 
 Direction direction(ParameterRule rule) {
@@ -79,7 +81,7 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
   entry.columns = static_cast<int>(param.numel() / entry.rows);
   entry.inner = entry.direction == Direction::kGrafted
                     ? 1
-                    : static_cast<int>(inner_dimension(param, blocking, o.merge_dims()));
+                    : static_cast<int>(inner_dimension(param, blocking));
   entry.index = static_cast<int>(i);
   entry.param_type = element_type(param.scalar_type());
   const auto tensors = elementwise_state(state);
@@ -228,16 +230,18 @@ void ShampooKernels::end() {
 
 }  // namespace
 
-bool has_shampoo_kernels(const ShampooOptions& o, const ShampooGroup& group, size_t i) {
+bool has_shampoo_kernels(const ShampooGroup& group, size_t i) {
   const at::Tensor& param = group.params[i];
   const Blocking& blocking = group.blockings[i];
   const auto tensors = elementwise_state(group.states[i]);
   // The blocks of a diagonal are counted in the contiguous order.
   const bool in_order =
       param.is_contiguous() || blocking.order() == 1 || group.rules[i] != ParameterRule::kDiagonal;
-  return param.is_cuda() && blocking.order() <= 2 && in_order && state_dtype(param) == at::kFloat &&
-         param.numel() < std::numeric_limits<int>::max() &&
-         inner_dimension(param, blocking, o.merge_dims()) != 0 &&
+  // A scalar with the rule of matrices has none.
+  const bool has_rows =
+      blocking.order() <= 2 && (blocking.order() > 0 || group.rules[i] != ParameterRule::kMatrices);
+  return param.is_cuda() && has_rows && in_order && state_dtype(param) == at::kFloat &&
+         param.numel() < std::numeric_limits<int>::max() && inner_dimension(param, blocking) != 0 &&
          std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* tensor) {
            return !tensor->defined() || same_layout(*tensor, param);
          });
@@ -254,7 +258,7 @@ std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions& o,
 
 #else
 
-bool has_shampoo_kernels(const ShampooOptions&, const ShampooGroup&, size_t) { return false; }
+bool has_shampoo_kernels(const ShampooGroup&, size_t) { return false; }
 
 std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions&, const ShampooGroup&,
                                                     const std::vector<size_t>&,

@@ -11,9 +11,9 @@
 
 namespace torchium::optim::detail {
 
-// Whether the kernels can take a parameter of the group: on a GPU, of order one or two, in a usual
+// Whether the kernels can take a parameter of the group: on a GPU, of order two at most, in a usual
 // memory layout that its state shares, with float32 state. Never in a build without CUDA.
-bool has_shampoo_kernels(const ShampooOptions& options, const ShampooGroup& group, size_t param);
+bool has_shampoo_kernels(const ShampooGroup& group, size_t param);
 
 // For such parameters; see make_eager_subset(). `prologue` is that of the group.
 std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions& options,

@@ -21,6 +21,8 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"betas": (0.9, 0.99), "grafting": "adam", "momentum": 0.9},
     {"weight_decay": 0.1, "maximize": True, "preconditioner_1d": "full", "grafting": "sgd"},
+    {"target_order": 1, "block_size": 512, "preconditioner_1d": "full", "grafting": "adam"},
+    {"target_order": 0, "preconditioner_1d": "full", "betas": (0.9, 0.99)},
     {"max_preconditioned_dim": 250, "grafting": "rmsprop", "weight_decay": 0.1},
 ]
 

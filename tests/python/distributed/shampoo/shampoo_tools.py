@@ -33,6 +33,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "nesterov": True,
         "start_preconditioning_step": 3,
     },
+    # Matrices, a convolution and others as vectors, which shards cut anywhere.
+    "flattened": {
+        "target_order": 1,
+        "block_size": 256,
+        "preconditioner_1d": "full",
+        "grafting": "adam",
+        "betas": (0.9, 0.99),
+    },
+    "as_given": {"target_order": 0, "preconditioner_1d": "full", "betas": (0.9, 1.0)},
     "diagonal": {"max_preconditioned_dim": 30, "grafting": "sgd", "betas": (0.5, 0.9)},
 }
 

@@ -73,7 +73,7 @@ def shards_equal_one_process(ranks: int) -> None:
     for layout, (mesh, placements) in layouts(ranks).items():
         for name, options in OPTIONS.items():
             few = layout not in ("rows", "strided rows")
-            if few and name not in ("all_buffers", "diagonal"):
+            if few and name not in ("all_buffers", "diagonal", "flattened"):
                 continue
             both_dtypes = layout == "rows" and name in ("all_buffers", "penalty")
             for dtype in (torch.float32, torch.bfloat16) if both_dtypes else (torch.float32,):

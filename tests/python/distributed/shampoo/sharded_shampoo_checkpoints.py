@@ -116,6 +116,8 @@ def every_block_is_saved_by_its_owner(ranks: int) -> None:
     for layout, options in (
         ("replicas of rows", OPTIONS["all_buffers"]),
         ("strided rows", OPTIONS["diagonal"]),
+        ("rows of columns", OPTIONS["flattened"]),
+        ("rows of rows", OPTIONS["as_given"]),
     ):
         mesh, placements = layouts(ranks)[layout]
         params = shards(parameters(), mesh, placements)

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 SHAPES = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 MATRICES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 SEEDS = st.integers(0, 2**31)
+MERGING = st.sampled_from([{}, {"merge_dims": False}, *({"target_order": t} for t in (0, 1, 2))])
 OPTIONS = st.fixed_dictionaries(
     {
         "update_freq": st.sampled_from([1, 2, 3]),
         "block_size": st.sampled_from([1, 3, 4, 1024]),
         "betas": st.sampled_from([(0.0, 1.0), (0.9, 0.95), (0.0, 0.9)]),
         "momentum": st.sampled_from([0.0, 0.9]),
-        "merge_dims": st.booleans(),
         "preconditioner_1d": st.sampled_from(["diagonal", "full"]),
         "grafting": st.sampled_from([None, "sgd", "adagrad", "rmsprop", "adam"]),
         "start_preconditioning_step": st.sampled_from([1, 2]),
     }
-)
+).flatmap(lambda options: MERGING.map(lambda merging: {**options, **merging}))
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 

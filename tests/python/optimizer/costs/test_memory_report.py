@@ -15,6 +15,8 @@ SHAPES = ((40, 24), (24,), (), (16, 8, 3, 3), (40, 24), (7, 1), (6, 5, 4), (0, 3
 CASES = {
     "defaults": {},
     "cut": {"block_size": 16, "merge_dims": False},
+    "flattened": {"target_order": 1, "preconditioner_1d": "full"},
+    "as_given": {"target_order": 0, "preconditioner_1d": "full", "betas": (0.9, 0.99)},
     "everything": {
         "block_size": 16,
         "betas": (0.9, 0.99),

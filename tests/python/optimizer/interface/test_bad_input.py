@@ -57,6 +57,7 @@ BAD_OPTIONS = {
         "relative_eps": NON_NEGATIVE,
         "block_size": NO_COUNT,
         "merge_dims": NO_FLAG,
+        "target_order": [-1, 1.5, "1", True],
         "exponent": [0.0, 0.5, *NOT_FINITE, "-0.5", True],
         "exponent_warmup": [-1, 1.5, "100", True, None],
         "preconditioner_1d": ["Diagonal", "none", None, 1],

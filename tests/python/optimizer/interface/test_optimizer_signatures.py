@@ -89,6 +89,7 @@ SIGNATURES = {
             "relative_eps": 0.0,
             "block_size": 1024,
             "merge_dims": True,
+            "target_order": None,
             "exponent": None,
             "exponent_warmup": 0,
             "preconditioner_1d": "diagonal",

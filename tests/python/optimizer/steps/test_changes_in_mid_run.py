@@ -236,14 +236,31 @@ def test_options_that_the_state_cannot_follow_are_refused_by_name(change, resume
     run(model, optimizer, 7, 3)
 
 
-def test_merged_dimensions_cannot_change_under_the_state():
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("merge_dims", False, "merge_dims from True to False"),
+        ("target_order", 1, "target_order from None to 1"),
+        ("target_order", 0, "target_order from None to 0"),
+    ],
+)
+def test_merged_dimensions_cannot_change_under_the_state(option, value, message):
+    param = nn.Parameter(torch.ones(3, 2, 2))
+    optimizer = torchium.Shampoo([param], preconditioner_1d="full")
+    set_gradients([param], 0)
+    optimizer.step()
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+def test_a_target_that_merges_alike_may_come_to_the_state():
     param = nn.Parameter(torch.ones(3, 2, 2))
     optimizer = torchium.Shampoo([param])
     set_gradients([param], 0)
     optimizer.step()
-    optimizer.param_groups[0]["merge_dims"] = False
-    with pytest.raises(ValueError, match="merge_dims from True to False"):
-        optimizer.step()
+    optimizer.param_groups[0]["target_order"] = 2
+    optimizer.step()
 
 
 def test_an_update_of_preconditioners_takes_and_refuses_the_same_changes():
