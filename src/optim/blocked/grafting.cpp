@@ -40,8 +40,11 @@ void graft_blocks_on_cpu(T* d, const T* f, int64_t elements, int64_t block_size)
 }  // namespace
 
 at::Tensor graft(const at::Tensor& directions, const at::Tensor& grafted) {
-  const at::Tensor norms = directions.flatten(1).norm(2, {1});
-  const at::Tensor scale = grafted.flatten(1).norm(2, {1}) / norms;
+  const auto norms_of = [](const at::Tensor& blocks) {  // those of order zero have one dimension
+    return blocks.reshape({blocks.size(0), -1}).norm(2, {1});
+  };
+  const at::Tensor norms = norms_of(directions);
+  const at::Tensor scale = norms_of(grafted) / norms;
   std::vector<int64_t> sizes(directions.dim(), 1);
   sizes[0] = -1;
   return directions * at::where(norms.gt(0), scale, at::zeros_like(scale)).view(sizes);

@@ -254,6 +254,15 @@ CASES: dict[str, Case] = {
     "shapes as they are": Case(
         lambda c: {"epsilon": 1e-2}, ((3, 1, 2), (1, 5), (), (1, 1), (2, 1, 3, 1)), target=math.inf
     ),
+    "shapes as they are and grafted": Case(
+        lambda c: {
+            "betas": (0.9, 0.99),
+            "epsilon": 1e-2,
+            "grafting_config": c.AdamPreconditionerConfig(epsilon=1e-3),
+        },
+        ((3, 1, 2), (), (2, 1, 3, 1)),
+        target=math.inf,
+    ),
     "merging as far as possible": Case(
         lambda c: {"epsilon": 1e-2}, ((5, 3), (3, 3), (2, 1, 4), (6,)), target=1
     ),

@@ -27,7 +27,9 @@ SHAMPOO: dict[str, dict[str, Any]] = {
     "flattened_diagonal": dict(target_order=1, block_size=24, grafting="adam", betas=(0.9, 0.95)),
     "merged_rows": dict(target_order=2, block_size=6, grafting="sgd"),
     "as_given": dict(target_order=0, preconditioner_1d="full"),
-    "as_given_grafted": dict(target_order=0, block_size=2, grafting="sgd", betas=(0.9, 0.95)),
+    "as_given_grafted": dict(
+        target_order=0, block_size=2, preconditioner_1d="full", grafting="adam", betas=(0.9, 0.95)
+    ),
     "exponent": dict(exponent=-0.5),
     "exponent_no_root": dict(exponent=-0.3),
     "full_1d": dict(preconditioner_1d="full"),

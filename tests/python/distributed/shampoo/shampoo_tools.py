@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "grafting": "adam",
         "betas": (0.9, 0.99),
     },
-    "as_given": {"target_order": 0, "preconditioner_1d": "full", "betas": (0.9, 1.0)},
+    "as_given": {"target_order": 0, "preconditioner_1d": "full", "grafting": "sgd"},
     "diagonal": {"max_preconditioned_dim": 30, "grafting": "sgd", "betas": (0.5, 0.9)},
 }
 
