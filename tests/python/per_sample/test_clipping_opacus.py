@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -62,3 +65,44 @@ def test_grad_samples_are_those_of_opacus(opacus):
         loss_fn(model(x), y).backward()
     for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
         torch.testing.assert_close(p.grad_sample, q.grad_sample)
+
+
+@pytest.fixture(scope="module")
+def dp_sgd() -> ModuleType:
+    """The example."""
+    folder = Path(__file__).resolve().parents[3] / "examples" / "python"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        pytest.importorskip("tqdm")
+        spec = importlib.util.spec_from_file_location("dp_sgd", folder / "dp_sgd.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.3])
+def test_a_noisy_step_of_the_example_is_that_of_opacus(noise_multiplier, opacus, dp_sgd):
+    """The same noise for both. The batch is smaller than expected, as Poisson sampling makes it."""
+    model, (x, y) = model_and_batch("convolutions", samples=6)
+    max_norm, expected_size, lr = 0.4, 8, 0.3
+    wrapped = opacus.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    theirs = opacus.optimizers.DPOptimizer(
+        torch.optim.SGD(wrapped.parameters(), lr=lr, momentum=0.9),
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_norm,
+        expected_batch_size=expected_size,
+        loss_reduction="mean",
+        generator=torch.Generator().manual_seed(11),
+    )
+    loss_fn(wrapped(x), y, reduction="sum").backward()
+    theirs.step()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for part in torch.arange(6).split(4):
+        gradients.clip_and_accumulate(model, loss_fn, x[part], y[part], max_norm)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        dp_sgd.add_noise(model, noise_multiplier * max_norm, expected_size)
+    optimizer.step()
+    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
