@@ -1,7 +1,7 @@
 """A step of Shampoo on several GPUs of one host: shared by the ranks, and repeated on each.
 
 One process per GPU is started. "replicated": gradients are the same on all ranks, as under DistributedDataParallel.
-"aligned": rows as fully_shard cuts them, in multiples of the block size, so that nothing travels. "captured": steps
+"aligned": rows as fully_shard cuts them, in multiples of the block size, so that no matrix travels. "captured": steps
 without roots, replayed from a CUDA graph.
 
 "exchange" is the time in which directions travel and the ranks agree while nothing else runs; "own work" the shared step of
@@ -141,7 +141,7 @@ def run(case: Case, model: str, steps: int, device: torch.device, is_shared: boo
     own = sum(state["exp_avg"].numel() for state in states)
     sent = 4.0 * own * (ranks - 1) if is_shared else 0.0
     if is_sharded:
-        matrices = [p for p in params if p.dim() == 2]
+        matrices = [p for p in params if "statistics.0" in optimizer.state[p]]
         owners = [optimizer._plans.owners(optimizer._shards.of(p)) for p in matrices]
         of_ranks = bytes_sent(
             [p.shape for p in matrices], owners, ranks, options["block_size"], True
