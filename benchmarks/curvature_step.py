@@ -101,7 +101,9 @@ if importlib.util.find_spec("singd") is not None:
 
 
 GPT2 = dict(LARGE)
-if importlib.util.find_spec("kfac") is not None:  # it refuses gradients in channels_last
+_kfac = importlib.util.find_spec("kfac")
+if _kfac is not None and _kfac.origin is not None:  # not a folder of that name
+    # It refuses gradients in channels_last.
     GPT2[KFAC_PACKAGE] = kfac_pytorch
 
 

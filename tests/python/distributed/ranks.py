@@ -31,7 +31,7 @@ GPUS_OF_CASES: dict[tuple[str, str], int] = {}
 WITHOUT_CUDA: set[tuple[str, str]] = set()
 Case = Callable[[int], None]
 _folders: list[Path] = []
-_devices: list[torch.device] = []
+_devices = [torch.device("cpu")]  # the last: of the group that this process is in
 
 
 def case(*ranks: int, cuda: bool = True, gpus: int = 2) -> Callable[[Case], Case]:
