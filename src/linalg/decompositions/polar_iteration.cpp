@@ -13,7 +13,6 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <cuda_runtime_api.h>
 #endif
@@ -40,10 +39,8 @@ at::Tensor frobenius_norms(const at::Tensor& X) {
   return at::where(norms > 0, norms, at::ones_like(norms));
 }
 
-// The host launches products and copies itself: through torch's operators it would take longer than
-// the device needs for them.
-
-// out <- alpha A B + beta out
+// out <- alpha A B + beta out. By cuBLAS itself on a device: these are up to 84 products, and
+// torch's operators take longer to launch each than the device to compute it.
 void multiply(at::Tensor& out, const at::Tensor& A, const at::Tensor& B, ProductScale scale = {}) {
 #ifdef TORCHIUM_WITH_CUDA
   if (out.is_cuda()) {
@@ -52,19 +49,6 @@ void multiply(at::Tensor& out, const at::Tensor& A, const at::Tensor& B, Product
   }
 #endif
   out.baddbmm_(A, B, scale.beta, scale.alpha);
-}
-
-// Both contiguous.
-void copy(at::Tensor& to, const at::Tensor& from) {
-#ifdef TORCHIUM_WITH_CUDA
-  if (to.is_cuda()) {
-    C10_CUDA_CHECK(cudaMemcpyAsync(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes(),
-                                   cudaMemcpyDeviceToDevice,
-                                   c10::cuda::getCurrentCUDAStream(to.get_device())));
-    return;
-  }
-#endif
-  to.copy_(from);
 }
 
 }  // namespace
@@ -88,12 +72,12 @@ at::Tensor polar_iteration(const at::Tensor& X, double rcond) {
     const auto [a, b, c] = (*steps)[k];
     if (k > 0) {
       multiply(G, Y.mT(), Y);
-      copy(W, G);
+      W.copy_(G);
       multiply(W, G, G, {.alpha = c, .beta = b});
     } else {
       at::add_out(W, b * G, S, c);
     }
-    copy(Y_of_step, Y);
+    Y_of_step.copy_(Y);
     multiply(Y_of_step, Y, W, {.alpha = 1, .beta = a});
     std::swap(Y, Y_of_step);
   }
