@@ -26,6 +26,7 @@ import torchium
 from networks.curvature_models import convnet, gpt2_blocks, mlp, resnet50
 from networks.kfac_loop import KFACLoop
 from shared.common import Report, parse_arguments, result_file
+from shared.device_clock import Clock, synchronize
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -148,31 +149,6 @@ class Times(NamedTuple):
     longest: float
 
 
-class Clock:
-    """Times on the device, without waiting for it; on a CPU those of the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
-        self.marks: list[float | torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        if not self.is_cuda:
-            self.marks.append(1e3 * time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def wait(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize()
-
-    def milliseconds(self) -> list[float]:
-        """Between one mark and the next."""
-        pairs = itertools.pairwise(self.marks)
-        return [a.elapsed_time(b) if self.is_cuda else b - a for a, b in pairs]  # type: ignore
-
-
 def step_times(
     task: Task, make: Make, x: Tensor, y: Tensor, steps: int
 ) -> tuple[float, list[float]]:
@@ -184,7 +160,7 @@ def step_times(
         x = x.contiguous(memory_format=torch.channels_last)
     loss_fn = nn.functional.cross_entropy if task.classes else nn.functional.mse_loss
     optimizer = make(model)
-    clock = Clock(x.device)
+    clock = Clock(x.device.type)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -200,15 +176,15 @@ def step_times(
 
     for _ in range(WARM_UP if steps > 2 else 1):
         step()
-    clock.wait()
+    synchronize(x.device)
     start = time.perf_counter()
-    clock.mark()
+    marks = [clock.mark()]
     for _ in range(steps):
         step()
-        clock.mark()
-    clock.wait()
+        marks.append(clock.mark())
+    synchronize(x.device)
     mean = 1e3 * (time.perf_counter() - start) / steps
-    return mean, clock.milliseconds()
+    return mean, [clock.between(*each) for each in itertools.pairwise(marks)]
 
 
 def check(report: Report, name: str, task: Task, rows: dict[str, Times]) -> None:

@@ -27,13 +27,12 @@ import torchium
 from shared.common import Report
 from shared.process_group import device_of_rank, free_port, join_group, start_ranks
 from sharing_parts.exchange import seconds_of_exchange, silent_group
-from sharing_parts.plan import HEADERS, bytes_sent, plan_rows, sharded_rows
+from sharing_parts.plan import HEADERS, MIB, bytes_sent, plan_rows, sharded_rows
 from torch import Tensor, nn
 
 # Matrices, biases and norms of a decoder: width, layers, vocabulary.
 MODELS = {"103M": (768, 9, 50304), "308M": (1024, 20, 50304), "tiny": (32, 2, 100)}
 LAYOUTS = ("replicated", "aligned")
-MIB = 2**20
 COLUMNS = [
     "layout",
     "roots",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shared.device_clock import Clock
+from shared.device_clock import Clock, synchronize
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -83,11 +83,6 @@ class Stopwatch:
     def milliseconds(self) -> list[float]:
         """Of all recorded steps; the device must have finished them."""
         return [self._clock.between(*marks) for marks in self._marks]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def gradient_function(

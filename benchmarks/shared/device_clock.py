@@ -14,6 +14,11 @@ from torch import Tensor
 LONG = 0.25  # seconds: longer calls are timed once
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass
 class Clock:
     """Times and memory of one device; on a CPU (dry run), times only."""
