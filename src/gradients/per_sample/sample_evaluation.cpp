@@ -173,13 +173,12 @@ at::Tensor SampleLoss::vmapped(const at::Tensor& output) const {
 at::Tensor SampleLoss::of_each(const at::Tensor& output) const {
   if (samples() > 1) {
     at::Tensor losses = of_batch(output, targets_);
-    if (losses.defined() && !depend_on_the_batch(losses, output)) {
+    if (!losses.defined() || depend_on_the_batch(losses, output)) {
+      losses = vmapped(output);
+    }
+    if (losses.defined()) {
       return losses;
     }
-  }
-  at::Tensor at_once = vmapped(output);
-  if (at_once.defined()) {
-    return at_once;
   }
   std::vector<at::Tensor> losses;
   for (const auto i : c10::irange(samples())) {
