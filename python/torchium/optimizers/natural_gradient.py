@@ -69,12 +69,13 @@ class NaturalGradient(CapturingOptimizer):
     looked up must be expanded to ``[batch, ...]``. All layers must see the samples in the same order: one
     that sorts or shuffles them, or receives time first or looks up pairs of positions ``[T, T]`` (the
     relative positions of T5) where there are as many positions as samples, gives a wrong Fisher matrix
-    without an error, and so do statistics of the batch that are computed by hand (``x - x.mean(0)``). Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a
-    layer in one backward pass are positions of the same samples, and no parts of a batch. Backward passes
-    that reach the same call, as with ``retain_graph=True`` for several losses or with
-    ``backward(inputs=...)``, are parts of the gradients of the same samples. Passes without ``backward()``
-    between two steps leave no trace. ``zero_grad()`` of the optimizer forgets what was captured, and so
-    does every step, except one that raises for a wrong option.
+    without an error, and so do statistics of the batch that are computed by hand (``x - x.mean(0)``).
+    Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a layer in one backward
+    pass are positions of the same samples, and no parts of a batch. Backward passes that reach the same
+    call, as with ``retain_graph=True`` for several losses or with ``backward(inputs=...)``, are parts of
+    the gradients of the same samples. Passes without ``backward()`` between two steps leave no trace.
+    ``zero_grad()`` of the optimizer forgets what was captured, and so does every step, except one that
+    raises for a wrong option.
 
     With ``update_freq`` k only each k-th step captures its batch. In between, that batch, which is
     then part of the state, preconditions the gradients.

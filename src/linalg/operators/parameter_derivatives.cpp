@@ -10,11 +10,13 @@
 namespace torchium::linalg::detail {
 namespace {
 
-struct VmapLevel {
-  VmapLevel() : level(at::impl::VmapMode::increment_nesting()) {}
-  ~VmapLevel() { at::impl::VmapMode::decrement_nesting(); }
-  VmapLevel(const VmapLevel&) = delete;
-  VmapLevel& operator=(const VmapLevel&) = delete;
+// As torch.autograd.grad(is_grads_batched=True) does it. Under functorch (support/vmap_level.h),
+// whose rules are more, backward passes must not call an autograd.Function without setup_context().
+struct BatchedGradients {
+  BatchedGradients() : level(at::impl::VmapMode::increment_nesting()) {}
+  ~BatchedGradients() { at::impl::VmapMode::decrement_nesting(); }
+  BatchedGradients(const BatchedGradients&) = delete;
+  BatchedGradients& operator=(const BatchedGradients&) = delete;
   const int64_t level;
 };
 
@@ -66,7 +68,7 @@ at::Tensor flat_derivatives(const at::Tensor& y, const std::vector<at::Tensor>& 
   if (y.requires_grad() && k == 1) {  // else it is constant in all inputs
     differentiate(rows[0]);
   } else if (y.requires_grad()) {
-    const VmapLevel vmap;
+    const BatchedGradients vmap;
     differentiate(at::_add_batch_dim(rows.contiguous(), 0, vmap.level));
     for (at::Tensor& x : found) {
       if (x.defined()) x = at::_remove_batch_dim(x, vmap.level, k, 0);
