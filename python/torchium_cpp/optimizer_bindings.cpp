@@ -181,13 +181,6 @@ py::typing::List<OptionDict> rules_of(const Shampoo& optimizer) {
   return result;
 }
 
-template <typename Report>
-std::string text_of(const Report& report) {
-  std::ostringstream stream;
-  stream << report;
-  return stream.str();
-}
-
 template <typename Options>
 OptionDict options_of(const SecondOrderOptimizer& optimizer, size_t group) {
   OptionDict result;
@@ -287,7 +280,7 @@ py::class_<Optimizer, SecondOrderOptimizer> bind_capturing_optimizer(py::module_
           "report", [](const Optimizer& self) { return report_of(self); },
           "What the optimizer has done, as a dict.")
       .def(
-          "report_table", [](const Optimizer& self) { return text_of(self.report()); },
+          "report_table", [](const Optimizer& self) { return c10::str(self.report()); },
           "The same as C++ programs print it.");
 }
 
@@ -320,11 +313,11 @@ void bind_optimizers(py::module_& module) {
                   "Takes the options of AdamW, and those of Shampoo except eps.")
       .def("memory_report", &memory_report_of, "Bytes by kind, a dict for each group.")
       .def(
-          "memory_table", [](const Shampoo& self) { return text_of(self.memory_report()); },
+          "memory_table", [](const Shampoo& self) { return c10::str(self.memory_report()); },
           "The same as C++ programs print it.")
       .def("report", &rules_of, "The rule of each parameter, a dict for each.")
       .def(
-          "report_table", [](const Shampoo& self) { return text_of(self.report()); },
+          "report_table", [](const Shampoo& self) { return c10::str(self.report()); },
           "The same as C++ programs print it.")
       .def("update_preconditioners", &Shampoo::update_preconditioners, no_gil(),
            "Computes all roots from the statistics at once.")

@@ -230,7 +230,7 @@ std::tuple<Lists<int64_t>, std::string> memory_report(const Self& self, const c1
                     s.averages, s.grafting_second_moments, s.momentum_buffers, s.diagonals,
                     s.counters});
   }
-  return {std::move(rows), text_of(report)};
+  return {std::move(rows), c10::str(report)};
 }
 
 std::tuple<std::vector<ReportLine>, std::string> report(
@@ -242,7 +242,7 @@ std::tuple<std::vector<ReportLine>, std::string> report(
     lines.emplace_back(line.name, line.shape, static_cast<int64_t>(line.group), line.rule,
                        line.detail, line.state_bytes);
   }
-  return {std::move(lines), text_of(report)};
+  return {std::move(lines), c10::str(report)};
 }
 
 }  // namespace

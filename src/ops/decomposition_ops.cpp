@@ -3,22 +3,16 @@
 #include "linalg/decompositions/cholesky.h"
 #include "linalg/decompositions/polar.h"
 #include "linalg/decompositions/svd.h"
+#include "ops/find_operator.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/decompositions.h>
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <tuple>
 
 namespace torchium::linalg {
 namespace {
-
-// The operator `name`, with the signature of the function that is given.
-template <typename Function>
-auto decomposition(const char* name, Function*) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
-}
 
 constexpr char kUseCholesky[] =
     "Call it under torch.no_grad(), detach() the argument, or use torch.linalg.cholesky.";
@@ -30,29 +24,29 @@ constexpr char kUseSvd[] =
 }  // namespace
 
 CholeskyFactor cholesky(const at::Tensor& A, double damping) {
-  static const auto op = decomposition("torchium::cholesky", &detail::cholesky);
+  static const auto op = ops::find_operator("torchium::cholesky", &detail::cholesky);
   const auto [L, jitter] = op.call(A, damping);
   return {L, jitter};
 }
 
 at::Tensor spd_logdet(const at::Tensor& A, double damping) {
-  static const auto op = decomposition("torchium::spd_logdet", &detail::spd_logdet);
+  static const auto op = ops::find_operator("torchium::spd_logdet", &detail::spd_logdet);
   return op.call(A, damping);
 }
 
 at::Tensor orthogonalize(const at::Tensor& A, std::optional<double> rcond) {
-  static const auto op = decomposition("torchium::orthogonalize", &detail::orthogonalize);
+  static const auto op = ops::find_operator("torchium::orthogonalize", &detail::orthogonalize);
   return op.call(A, rcond);
 }
 
 PolarFactors polar(const at::Tensor& A, std::optional<double> rcond) {
-  static const auto op = decomposition("torchium::polar", &detail::polar);
+  static const auto op = ops::find_operator("torchium::polar", &detail::polar);
   const auto [U, H] = op.call(A, rcond);
   return {U, H};
 }
 
 SingularValues svd(const at::Tensor& A) {
-  static const auto op = decomposition("torchium::svd", &detail::svd);
+  static const auto op = ops::find_operator("torchium::svd", &detail::svd);
   const auto [U, S, Vh] = op.call(A);
   return {U, S, Vh};
 }

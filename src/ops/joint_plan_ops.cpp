@@ -65,13 +65,6 @@ void record_curvature(const c10::intrusive_ptr<Plan>& self, const at::Tensor& ou
   self->record_curvature(outputs, curvature, capture->calls_of(outputs, *self));
 }
 
-// The ratio, and the factor for the damping.
-template <typename Plan>
-std::tuple<double, double> damping_update(const c10::intrusive_ptr<Plan>& self, double loss_before,
-                                          double loss_after) {
-  return self->damping_update(loss_before, loss_after);
-}
-
 // `make`: the plan of an optimizer by its name. The constructor also takes the name under which
 // Python has registered the process group (empty: none).
 template <typename Plan, c10::intrusive_ptr<Plan> (*make)(const std::string&)>
@@ -128,6 +121,12 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name) {
               const MaybeTensor& loss_scale) {
              return self->take(inputs_from(lrs, found_inf, loss_scale, self->device()));
            })
+      .def("record_curvature", record_curvature<Plan>)
+      .def("damping_update",
+           [](const Self& self, double loss_before,
+              double loss_after) -> std::tuple<double, double> {
+             return self->damping_update(loss_before, loss_after);
+           })
       .def("host_steps", [](const Self& self) { return self->host_steps(); })
       .def("request_report", [](const Self& self) { self->request_report(); })
       .def("next_failure", [](const Self& self, bool wait) {
@@ -181,7 +180,6 @@ void register_kfac_plan(torch::Library& m) {
            [](const Self& self, const c10::intrusive_ptr<ModuleCapture>& capture) {
              capture->hand_to(self);
            })
-      .def("record_curvature", record_curvature<KfacPlan>)
       .def(
           "declare",
           [](const Self& self, const std::vector<int64_t>& rows) {
@@ -221,7 +219,6 @@ void register_kfac_plan(torch::Library& m) {
              }
              return all;
            })
-      .def("damping_update", damping_update<KfacPlan>)
       .def("fallback", [](const Self& self) { return self->fallback(); })
       .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
       .def("fallback_warning", [](const Self& self, const std::string& optimizer,
@@ -246,14 +243,14 @@ std::string kfac_report_table(const std::vector<std::string>& names,
     report.parameters.push_back({names[i], treatments[i], details[i]});
   }
   report.graph_bytes = graph_bytes;
-  return text_of(report);
+  return c10::str(report);
 }
 
 std::string natural_gradient_report_table(std::string solver, int64_t samples, int64_t rows,
                                           int64_t iterations, double relative_residual,
                                           int64_t graph_bytes) {
-  return text_of(optim::NaturalGradientReport{std::move(solver), samples, rows, iterations,
-                                              relative_residual, graph_bytes});
+  return c10::str(optim::NaturalGradientReport{std::move(solver), samples, rows, iterations,
+                                               relative_residual, graph_bytes});
 }
 
 c10::intrusive_ptr<NaturalGradientPlan> make_natural_gradient_plan(
@@ -269,13 +266,11 @@ void register_natural_gradient_plan(torch::Library& m) {
       .def("record", [](const Self& self, const at::Tensor& input,
                         const at::Tensor& output_gradient, const std::vector<int64_t>& row,
                         double eps) { self->record(call_from(input, output_gradient, row, eps)); })
-      .def("record_curvature", record_curvature<NaturalGradientPlan>)
       .def("set_jacobian",
            [](const Self& self, std::vector<at::Tensor> rows, at::Tensor residuals) {
              self->set_jacobian(std::move(rows), std::move(residuals));
            })
       .def("has_jacobian", [](const Self& self) { return self->has_jacobian(); })
-      .def("damping_update", damping_update<NaturalGradientPlan>)
       .def("report", [](const Self& self) {
         const auto report = self->report();
         return Solved{report.solver, report.samples, report.rows, report.iterations,

@@ -4,11 +4,11 @@
 #include "linalg/common/operand_checks.h"
 #include "linalg/kronecker/kronecker_lists.h"
 #include "ops/derivative.h"
+#include "ops/find_operator.h"
 #include <torchium/linalg/products.h>
 
 #include <ATen/ATen.h>
 #include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -139,23 +139,16 @@ TORCH_LIBRARY_IMPL(torchium, CompositeImplicitAutograd, m) {
 }
 
 namespace torchium::linalg {
-namespace {
-
-template <typename Function>
-auto find_pair_list_operator(const char* name, Function*) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "list").typed<Function>();
-}
-
-}  // namespace
 
 std::vector<at::Tensor> kron_matmul(at::TensorList A, at::TensorList B, at::TensorList X) {
-  static const auto op = find_pair_list_operator("torchium::kron_matmul", &ops::kron_matmul_list);
+  static const auto op =
+      ops::find_operator("torchium::kron_matmul", &ops::kron_matmul_list, "list");
   return op.call(A, B, X);
 }
 
 std::vector<at::Tensor> kron_solve(at::TensorList A, at::TensorList B, at::TensorList X,
                                    double damping) {
-  static const auto op = find_pair_list_operator("torchium::kron_solve", &ops::kron_solve_list);
+  static const auto op = ops::find_operator("torchium::kron_solve", &ops::kron_solve_list, "list");
   return op.call(A, B, X, damping);
 }
 

@@ -3,12 +3,12 @@
 // A matrix that Python knows by its products is the operator of a number; `operator_product`, which
 // Python implements, multiplies by it. So this library needs no Python.
 #include "linalg/operators/parameter_derivatives.h"
+#include "ops/find_operator.h"
 #include "ops/operator_classes.h"
 #include <torchium/linalg/linear_operator.h>
 #include <torchium/linalg/solvers.h>
 #include <torchium/linalg/structured_operators.h>
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <torch/custom_class.h>
@@ -37,9 +37,8 @@ std::vector<linalg::LinearOperator> operators_of(const c10::List<Handle>& handle
 
 linalg::LinearOperator::Product python_product(int64_t number, bool transposed) {
   return [=](const at::Tensor& X) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("torchium::operator_product", "")
-                               .typed<at::Tensor(int64_t, bool, const at::Tensor&)>();
+    static const auto op =
+        find_operator<at::Tensor(int64_t, bool, const at::Tensor&)>("torchium::operator_product");
     return op.call(number, transposed, X);
   };
 }

@@ -2,10 +2,10 @@
 // one batch, to which all batches of one order, dtype and device are joined.
 #include "linalg/common/operand_checks.h"
 #include "linalg/matrix_functions/matrix_groups.h"
+#include "ops/find_operator.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
@@ -126,28 +126,20 @@ TORCH_LIBRARY_IMPL(torchium, CompositeImplicitAutograd, m) {
 }
 
 namespace torchium::linalg {
-namespace {
-
-template <typename Function>
-auto find_list_operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "list").typed<Function>();
-}
-
-}  // namespace
 
 std::vector<at::Tensor> matrix_inverse_root(at::TensorList A, int64_t root,
                                             const InverseRootOptions& options) {
   static const auto op =
-      find_list_operator<ops::Tensors(at::TensorList, int64_t, double, double, c10::string_view)>(
-          "torchium::matrix_inverse_root");
+      ops::find_operator<ops::Tensors(at::TensorList, int64_t, double, double, c10::string_view)>(
+          "torchium::matrix_inverse_root", "list");
   return op.call(A, root, options.eps, options.relative_eps, options.method);
 }
 
 std::vector<InverseRootInfo> matrix_inverse_root_info(at::TensorList A, int64_t root,
                                                       const InverseRootOptions& options) {
   static const auto op =
-      find_list_operator<ops::InfoLists(at::TensorList, int64_t, double, double, c10::string_view)>(
-          "torchium::matrix_inverse_root_info");
+      ops::find_operator<ops::InfoLists(at::TensorList, int64_t, double, double, c10::string_view)>(
+          "torchium::matrix_inverse_root_info", "list");
   const auto [roots, residuals, iterations, floors] =
       op.call(A, root, options.eps, options.relative_eps, options.method);
   std::vector<InverseRootInfo> infos;
@@ -159,13 +151,14 @@ std::vector<InverseRootInfo> matrix_inverse_root_info(at::TensorList A, int64_t 
 
 std::vector<at::Tensor> matrix_power(at::TensorList A, double exponent, double eps,
                                      double relative_eps) {
-  static const auto op = find_list_operator<ops::Tensors(at::TensorList, double, double, double)>(
-      "torchium::matrix_power");
+  static const auto op = ops::find_operator<ops::Tensors(at::TensorList, double, double, double)>(
+      "torchium::matrix_power", "list");
   return op.call(A, exponent, eps, relative_eps);
 }
 
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList A) {
-  static const auto op = find_list_operator<ops::EighLists(at::TensorList)>("torchium::eigh");
+  static const auto op =
+      ops::find_operator<ops::EighLists(at::TensorList)>("torchium::eigh", "list");
   return op.call(A);
 }
 

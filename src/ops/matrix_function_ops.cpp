@@ -2,11 +2,11 @@
 #include "linalg/common/operand_checks.h"
 #include "linalg/matrix_functions/matrix_functions.h"
 #include "linalg/spectral/checked_eigh.h"
+#include "ops/find_operator.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -99,8 +99,8 @@ Tensor power_alone(const Tensor& A, double exponent, double eps, double relative
       A, linalg::detail::matrix_power(to_compute_dtype(A), exponent, eps, relative_eps));
 }
 
-// The halves of the derivative. A: what the result depends on besides its gradient or tangent, for
-// autograd.
+// The two directions of the derivative. A: what the result depends on besides its gradient or
+// tangent, for autograd.
 Tensor power_backward(const Tensor& grad, const Tensor& /*A*/, const Tensor& values,
                       const Tensor& vectors, double exponent, double relative_eps) {
   return to_dtype_of(
@@ -220,14 +220,8 @@ TORCH_LIBRARY_IMPL(torchium, Autograd, m) {
 }
 
 namespace torchium::linalg {
-namespace {
 
-template <typename Function>
-auto find_operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
-}
-
-}  // namespace
+using ops::find_operator;
 
 at::Tensor matrix_inverse_root(const at::Tensor& A, int64_t root,
                                const InverseRootOptions& options) {

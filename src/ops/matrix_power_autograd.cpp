@@ -1,9 +1,9 @@
 // The derivative of matrix_power, in reverse and in forward mode.
 #include "ops/derivative.h"
+#include "ops/find_operator.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -16,20 +16,15 @@ using PowerTuple = std::tuple<Tensor, Tensor, Tensor>;
 using HalfFunction = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, double,
                             double);
 
-template <typename Function>
-auto typed_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
-}
-
 Derivative power_derivative(double exponent, double relative_eps) {
   // saved: A, eigenvalues, eigenvectors.
   const auto backward = [=](const Tensor& gradient, const variable_list& saved,
                             const std::vector<bool>&) -> variable_list {
-    static const auto op = typed_op<HalfFunction>("torchium::_matrix_power_backward");
+    static const auto op = find_operator<HalfFunction>("torchium::_matrix_power_backward");
     return {op.call(gradient, saved[0], saved[1], saved[2], exponent, relative_eps)};
   };
   const auto forward = [=](const variable_list& tangents, const variable_list& saved) {
-    static const auto op = typed_op<HalfFunction>("torchium::_matrix_power_forward");
+    static const auto op = find_operator<HalfFunction>("torchium::_matrix_power_forward");
     return op.call(tangents[0], saved[0], saved[1], saved[2], exponent, relative_eps);
   };
   return {"MatrixPowerBackward", backward, forward};
@@ -37,9 +32,9 @@ Derivative power_derivative(double exponent, double relative_eps) {
 
 Tensor matrix_power_autograd(const Tensor& A, double exponent, double eps, double relative_eps) {
   const auto power_alone =
-      typed_op<Tensor(const Tensor&, double, double, double)>("torchium::matrix_power");
+      find_operator<Tensor(const Tensor&, double, double, double)>("torchium::matrix_power");
   const auto power_and_spectrum =
-      typed_op<PowerTuple(const Tensor&, double, double, double)>("torchium::_matrix_power");
+      find_operator<PowerTuple(const Tensor&, double, double, double)>("torchium::_matrix_power");
   Tensor power, values, vectors;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <tuple>
 
@@ -52,14 +51,6 @@ inline Failure failure_of(size_t group, const optim::detail::StepReport& report)
   return {static_cast<int64_t>(group), entries[optim::detail::kConsecutiveSkips],
           defined(report.non_finite_parameter), entries[optim::detail::kConsecutiveRootFailures],
           defined(report.failed_parameter)};
-}
-
-// A report as C++ programs print it.
-template <typename Report>
-std::string text_of(const Report& report) {
-  std::ostringstream stream;
-  stream << report;
-  return stream.str();
 }
 
 }  // namespace torchium::ops

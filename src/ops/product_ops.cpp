@@ -6,6 +6,7 @@
 #include "linalg/products/chunked_matmul.h"
 #include "linalg/products/fused_mul_add.h"
 #include "ops/derivative.h"
+#include "ops/find_operator.h"
 #include "ops/refuse_gradients.h"
 #include <torchium/linalg/products.h>
 
@@ -24,13 +25,8 @@
 namespace torchium::linalg {
 namespace {
 
+using ops::find_operator;
 using torch::autograd::variable_list;
-
-// The operator `name`, with the signature of the function that is given.
-template <typename Function>
-auto find_operator(const char* name, Function*) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
-}
 
 constexpr char kUseSolve[] =
     "Call it under torch.no_grad(), detach() the argument, or use torch.linalg.solve.";
@@ -168,9 +164,8 @@ at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, double damping) {
 at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
                          const std::optional<at::Tensor>& out) {
   if (out) {
-    static const auto into = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow("torchium::fused_mul_add", "out")
-                                 .typed<decltype(detail::fused_mul_add_out)>();
+    static const auto into =
+        find_operator("torchium::fused_mul_add", &detail::fused_mul_add_out, "out");
     at::Tensor result = *out;
     into.call(a, b, c, result);
     return result;

@@ -3,6 +3,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/factors/moment_product.h"
+#include "gradients/jacobian/patches.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -26,9 +27,6 @@ at::Tensor gram_of_rows(const at::Tensor& X);
 
 // [n, channels, height, width] with the channels of a pixel side by side.
 at::Tensor channels_last(const at::Tensor& image);
-
-// An int of the kernels.
-inline int as_int(int64_t size) { return static_cast<int>(size); }
 
 inline bool is_aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;

@@ -106,7 +106,6 @@ DeviceRows::~DeviceRows() = default;
 DeviceRows::Operands DeviceRows::split(const Call& call, int64_t first, int64_t count) const {
   const auto& [images, first_row] = call;
   const WeightGeometry& weight = images.weight;
-  const auto as_int = [](int64_t size) { return static_cast<int>(size); };
   const int64_t pitch = rounded_up(positions());
   const int64_t of_A = count * weight.groups * weight.fan_in * pitch;
   const int64_t of_G = count * weight.groups * weight.fan_out * pitch;

@@ -32,7 +32,6 @@ bool is_narrow(const PositionImages& x) {
 void form_rows(const DeviceRows::Call& call, const NarrowRows& result) {
   const auto& [images, first_row] = call;
   const at::Tensor &input = images.input, &gradient = images.gradient;
-  const auto as_int = [](int64_t size) { return static_cast<int>(size); };
   const int64_t fan_out = images.weight.fan_out;
   cuda_kernels::NarrowRows p{};
   p.input = input.const_data_ptr<float>();

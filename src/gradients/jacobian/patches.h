@@ -74,10 +74,12 @@ struct PositionImages {
 // The settings of a convolution that multiplies each pixel alone.
 decltype(LayerCall::settings) settings_of_pixels();
 
+// An int of the kernels.
+inline int as_int(int64_t size) { return static_cast<int>(size); }
+
 // Sets what the arguments of a kernel say of patches; arrays hold height and width.
 template <typename Arguments>
 void set_patches(Arguments& p, const PositionImages& images) {
-  const auto as_int = [](int64_t size) { return static_cast<int>(size); };
   const int64_t kernel[] = {images.weight.kernel_height, images.weight.kernel_width};
   p.channels = as_int(images.input.size(1));
   for (const int i : {0, 1}) {

@@ -117,6 +117,15 @@ LinearOperator apply(const LinearOperator& A, const MatrixFunction& f) {
   return with_property(unnamed_image(A, f), property_of_image(A, f));
 }
 
+std::optional<LinearOperator> apply_to_inverse(const LinearOperator& A, const MatrixFunction& f) {
+  if (!f.exponent) {
+    return std::nullopt;
+  }
+  MatrixFunction g = f;
+  g.exponent = -*f.exponent;
+  return apply(A, g);
+}
+
 std::optional<Spectrum> spectrum_of(const LinearOperator& A) {
   if (!A.is_symmetric()) {
     return std::nullopt;

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
@@ -19,14 +20,10 @@ constexpr int64_t kPanelRows = 128;
 // Below this order one full product is as fast, for any number of threads.
 constexpr int64_t kMinTiledOrder = 192;
 
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 // Rows of the panels: an even share of the matrix, in whole vectors.
 int64_t panel_rows(int64_t n) {
   const int64_t panels = (n + kPanelRows - 1) / kPanelRows;
-  return round_up((n + panels - 1) / panels, 16);
+  return at::round_up<int64_t>((n + panels - 1) / panels, 16);
 }
 
 // Tiles pay off if every thread gets some of full size. Otherwise the threaded GEMM of a full
@@ -53,7 +50,7 @@ std::vector<LowerTile> lower_tiles(int64_t matrices, int64_t n, int64_t threads)
     for (int64_t row = 0; row < n; row += height) {
       const int64_t rows = std::min(height, n - row);
       const int64_t cuts = (rows * (row + rows) + share - 1) / share;
-      const int64_t width = round_up((row + rows + cuts - 1) / cuts, 16);
+      const int64_t width = at::round_up<int64_t>((row + rows + cuts - 1) / cuts, 16);
       int64_t column = 0;
       for (; column + width < row; column += width) {
         tiles.push_back({matrix, row, rows, column, width});

@@ -6,7 +6,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
-#include <algorithm>
 #include <vector>
 
 namespace torchium::linalg::detail {
@@ -20,11 +19,10 @@ int64_t sum_of_orders(const std::vector<LinearOperator>& blocks) {
   return n;
 }
 
-class BlockDiagNode final : public NodeOf<BlockDiagNode> {
+class BlockDiagNode final : public NodeOfParts<BlockDiagNode> {
  public:
   explicit BlockDiagNode(const std::vector<LinearOperator>& blocks)
-      : NodeOf("BlockDiag", common_batch(blocks), sum_of_orders(blocks), blocks[0].options()),
-        blocks_(blocks) {
+      : NodeOfParts("BlockDiag", sum_of_orders(blocks), blocks, common_batch(blocks)) {
     for (const LinearOperator& A : blocks) {
       orders_.push_back(A.size());
     }
@@ -34,29 +32,12 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
     const std::vector<at::Tensor> parts = X.split_with_sizes(orders_, -2);
     const auto leading = at::infer_size(batch, batch_of(X, 2));
     std::vector<at::Tensor> images;
-    for (size_t i = 0; i < blocks_.size(); ++i) {
+    for (size_t i = 0; i < parts_.size(); ++i) {
       std::vector<int64_t> sizes = leading;
       sizes.insert(sizes.end(), {orders_[i], X.size(-1)});
-      images.push_back(blocks_[i].node().multiply(parts[i]).expand(sizes));
+      images.push_back(parts_[i].node().multiply(parts[i]).expand(sizes));
     }
     return at::cat(images, -2);
-  }
-
-  LinearOperator transpose() const override {
-    return mapped([](const LinearOperator& A) { return A.transpose(); });
-  }
-
-  bool is_symmetric() const override {
-    return std::all_of(blocks_.begin(), blocks_.end(),
-                       [](const LinearOperator& A) { return A.is_symmetric(); });
-  }
-
-  Property property() const override {
-    Property lowest = Property::kPositiveDefinite;
-    for (const LinearOperator& A : blocks_) {
-      lowest = std::min(lowest, property_of(A));
-    }
-    return lowest;
   }
 
   std::optional<at::Tensor> diag(const EstimateOptions& estimate) const override {
@@ -65,7 +46,7 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
 
   std::optional<at::Tensor> trace(const EstimateOptions& estimate) const override {
     at::Tensor total = at::zeros({}, options);
-    for (const LinearOperator& A : blocks_) {
+    for (const LinearOperator& A : parts_) {
       total = total + A.trace(estimate);
     }
     return total;
@@ -73,7 +54,7 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
 
   std::optional<Slogdet> slogdet(const EstimateOptions& estimate) const override {
     Slogdet found{at::ones({}, options), at::zeros({}, options)};
-    for (const LinearOperator& A : blocks_) {
+    for (const LinearOperator& A : parts_) {
       const Slogdet block = slogdet_of(A, estimate);
       found = {found.sign * block.sign, found.logabsdet + block.logabsdet};
     }
@@ -88,7 +69,7 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
   std::optional<Spectrum> spectrum() const override {
     std::vector<LinearOperator> vectors;
     std::vector<Spectrum> parts;
-    for (const LinearOperator& A : blocks_) {
+    for (const LinearOperator& A : parts_) {
       auto found = spectrum_of(with_property(A, Property::kSymmetric));
       if (!found) {
         return std::nullopt;
@@ -105,7 +86,7 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
   std::optional<Eigensolution> eigen() const override {
     std::vector<Eigensolution> parts;
     std::vector<at::Tensor> values;
-    for (const LinearOperator& A : blocks_) {
+    for (const LinearOperator& A : parts_) {
       auto found = eigen_of(A);
       if (!found) {
         return std::nullopt;
@@ -131,7 +112,7 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
   template <typename Function>
   at::Tensor concatenated(const Function& f) const {
     std::vector<at::Tensor> parts;
-    for (const LinearOperator& A : blocks_) {
+    for (const LinearOperator& A : parts_) {
       std::vector<int64_t> sizes = batch;
       sizes.push_back(A.size());
       parts.push_back(f(A).expand(sizes));
@@ -139,16 +120,6 @@ class BlockDiagNode final : public NodeOf<BlockDiagNode> {
     return at::cat(parts, -1);
   }
 
-  template <typename Function>
-  LinearOperator mapped(const Function& f) const {
-    std::vector<LinearOperator> images;
-    for (const LinearOperator& A : blocks_) {
-      images.push_back(f(A));
-    }
-    return make_operator<BlockDiagNode>(images);
-  }
-
-  std::vector<LinearOperator> blocks_;
   std::vector<int64_t> orders_;
 };
 

@@ -98,12 +98,7 @@ std::optional<Slogdet> FactorizedInverse::slogdet(const EstimateOptions& options
 }
 
 std::optional<LinearOperator> FactorizedInverse::apply(const MatrixFunction& f) const {
-  if (!f.exponent) {
-    return std::nullopt;
-  }
-  MatrixFunction g = f;
-  g.exponent = -*f.exponent;
-  return detail::apply(A_, g);
+  return apply_to_inverse(A_, f);
 }
 
 }  // namespace torchium::linalg::detail

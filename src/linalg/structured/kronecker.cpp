@@ -5,7 +5,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <initializer_list>
 #include <vector>
 
@@ -45,18 +44,16 @@ EstimateOptions of_factor(EstimateOptions estimate, size_t factor) {
   return estimate;
 }
 
-class KroneckerNode final : public NodeOf<KroneckerNode> {
+class KroneckerNode final : public NodeOfParts<KroneckerNode> {
  public:
   explicit KroneckerNode(const std::vector<LinearOperator>& factors)
-      : NodeOf("Kronecker", common_batch(factors), product_of_orders(factors),
-               factors[0].options()),
-        factors_(factors) {}
+      : NodeOfParts("Kronecker", product_of_orders(factors), factors, common_batch(factors)) {}
 
   // One factor after the other, each as one product with all columns: [..., left, order, right].
   at::Tensor multiply(const at::Tensor& X) const override {
     at::Tensor Y = X;
     int64_t left = 1, right = n;
-    for (const LinearOperator& A : factors_) {
+    for (const LinearOperator& A : parts_) {
       const int64_t order = A.size(), columns = right / order * X.size(-1);
       const at::Tensor operand =
           with_last_sizes(Y, {left, order, columns}).transpose(-3, -2).flatten(-2);
@@ -70,39 +67,22 @@ class KroneckerNode final : public NodeOf<KroneckerNode> {
   }
 
   at::Tensor to_dense() const override {
-    return fold([&](size_t i) { return factors_[i].to_dense(); }, kron_matrices);
-  }
-
-  LinearOperator transpose() const override {
-    return mapped([](const LinearOperator& A) { return A.transpose(); });
-  }
-
-  bool is_symmetric() const override {
-    return std::all_of(factors_.begin(), factors_.end(),
-                       [](const LinearOperator& A) { return A.is_symmetric(); });
-  }
-
-  Property property() const override {
-    Property lowest = Property::kPositiveDefinite;
-    for (const LinearOperator& A : factors_) {
-      lowest = std::min(lowest, property_of(A));
-    }
-    return lowest;
+    return fold([&](size_t i) { return parts_[i].to_dense(); }, kron_matrices);
   }
 
   std::optional<at::Tensor> diag(const EstimateOptions& estimate) const override {
-    return fold([&](size_t i) { return factors_[i].diag(of_factor(estimate, i)); }, kron_vectors);
+    return fold([&](size_t i) { return parts_[i].diag(of_factor(estimate, i)); }, kron_vectors);
   }
 
   std::optional<at::Tensor> trace(const EstimateOptions& estimate) const override {
-    return fold([&](size_t i) { return factors_[i].trace(of_factor(estimate, i)); },
+    return fold([&](size_t i) { return parts_[i].trace(of_factor(estimate, i)); },
                 [](const at::Tensor& a, const at::Tensor& b) { return a * b; });
   }
 
   // det (A (x) B) = det(A)^nB det(B)^nA.
   std::optional<Slogdet> slogdet(const EstimateOptions& estimate) const override {
     Slogdet found{at::ones({}, options), at::zeros({}, options)};
-    for (const LinearOperator& A : factors_) {
+    for (const LinearOperator& A : parts_) {
       const Slogdet factor = slogdet_of(A, estimate);
       const int64_t others = n / A.size();
       found.sign = found.sign * (others % 2 == 0 ? factor.sign.abs() : factor.sign);
@@ -122,7 +102,7 @@ class KroneckerNode final : public NodeOf<KroneckerNode> {
   std::optional<Spectrum> spectrum() const override {
     std::vector<LinearOperator> vectors;
     at::Tensor values;
-    for (const LinearOperator& A : factors_) {
+    for (const LinearOperator& A : parts_) {
       auto found = spectrum_of(A);
       if (!found) {
         return std::nullopt;
@@ -136,7 +116,7 @@ class KroneckerNode final : public NodeOf<KroneckerNode> {
   std::optional<Eigensolution> eigen() const override {
     std::vector<Eigensolution> parts;
     at::Tensor values;
-    for (const LinearOperator& A : factors_) {
+    for (const LinearOperator& A : parts_) {
       auto found = eigen_of(A);
       if (!found) {
         return std::nullopt;
@@ -163,22 +143,11 @@ class KroneckerNode final : public NodeOf<KroneckerNode> {
   template <typename Function, typename Combine>
   at::Tensor fold(const Function& f, const Combine& combine) const {
     at::Tensor result = f(0);
-    for (size_t i = 1; i < factors_.size(); ++i) {
+    for (size_t i = 1; i < parts_.size(); ++i) {
       result = combine(result, f(i));
     }
     return result;
   }
-
-  template <typename Function>
-  LinearOperator mapped(const Function& f) const {
-    std::vector<LinearOperator> images;
-    for (const LinearOperator& A : factors_) {
-      images.push_back(f(A));
-    }
-    return make_operator<KroneckerNode>(images);
-  }
-
-  std::vector<LinearOperator> factors_;
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorOptions.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -88,6 +89,43 @@ LinearOperator make_operator(Arguments&&... arguments) {
   return LinearOperator(std::make_shared<Node>(std::forward<Arguments>(arguments)...));
 }
 
+Property property_of(const LinearOperator& A);
+
+// Made of operators, and symmetric or definite if all of them are.
+template <typename Derived>
+class NodeOfParts : public NodeOf<Derived> {
+ public:
+  NodeOfParts(const char* kind, int64_t n, const std::vector<LinearOperator>& parts,
+              std::vector<int64_t> batch)
+      : NodeOf<Derived>(kind, std::move(batch), n, parts[0].options()), parts_(parts) {}
+
+  LinearOperator transpose() const override {
+    return mapped([](const LinearOperator& A) { return A.transpose(); });
+  }
+  bool is_symmetric() const override {
+    return std::ranges::all_of(parts_, &LinearOperator::is_symmetric);
+  }
+  Property property() const override {
+    Property lowest = Property::kPositiveDefinite;
+    for (const LinearOperator& A : parts_) {
+      lowest = std::min(lowest, property_of(A));
+    }
+    return lowest;
+  }
+
+ protected:
+  template <typename Function>
+  LinearOperator mapped(const Function& f) const {
+    std::vector<LinearOperator> images;
+    for (const LinearOperator& A : parts_) {
+      images.push_back(f(A));
+    }
+    return make_operator<Derived>(images);
+  }
+
+  const std::vector<LinearOperator> parts_;
+};
+
 // The node of A if it is of this class.
 template <typename Node>
 const Node* node_as(const LinearOperator& A) {
@@ -99,11 +137,12 @@ constexpr int64_t kLargestDenseOrder = 1000;
 
 // Total functions of operators, for nodes that consist of others.
 LinearOperator apply(const LinearOperator& A, const MatrixFunction& f);
-Property property_of(const LinearOperator& A);
 // None: not symmetric, or of an order that is not solved densely.
 std::optional<Spectrum> spectrum_of(const LinearOperator& A);
 std::optional<Eigensolution> eigen_of(const LinearOperator& A);
 Slogdet slogdet_of(const LinearOperator& A, const EstimateOptions& options);
 LinearOperator with_property(const LinearOperator& A, Property property);
+// Of A^-1.
+std::optional<LinearOperator> apply_to_inverse(const LinearOperator& A, const MatrixFunction& f);
 
 }  // namespace torchium::linalg::detail

@@ -15,10 +15,10 @@
 namespace torchium::linalg::detail {
 namespace {
 
-class SumNode final : public NodeOf<SumNode> {
+class SumNode final : public NodeOfParts<SumNode> {
  public:
   explicit SumNode(const std::vector<LinearOperator>& terms)
-      : NodeOf("Sum", common_batch(terms), terms[0].size(), terms[0].options()), terms_(terms) {
+      : NodeOfParts("Sum", terms[0].size(), terms, common_batch(terms)) {
     for (const LinearOperator& A : terms) {
       if (const auto* identity = node_as<IdentityNode>(A)) {
         shift_ += identity->scale;
@@ -36,22 +36,9 @@ class SumNode final : public NodeOf<SumNode> {
     return total([](const LinearOperator& A) { return A.to_dense(); });
   }
 
-  LinearOperator transpose() const override {
-    std::vector<LinearOperator> images;
-    for (const LinearOperator& A : terms_) {
-      images.push_back(A.transpose());
-    }
-    return make_operator<SumNode>(images);
-  }
-
-  bool is_symmetric() const override {
-    return std::all_of(terms_.begin(), terms_.end(),
-                       [](const LinearOperator& A) { return A.is_symmetric(); });
-  }
-
   Property property() const override {
     Property lowest = Property::kPositiveDefinite, highest = Property::kNone;
-    for (const LinearOperator& A : terms_) {
+    for (const LinearOperator& A : parts_) {
       const Property p = property_of(A);
       lowest = std::min(lowest, p);
       highest = std::max(highest, p);
@@ -89,14 +76,13 @@ class SumNode final : public NodeOf<SumNode> {
  private:
   template <typename Function>
   at::Tensor total(const Function& f) const {
-    at::Tensor sum = f(terms_[0]);
-    for (size_t i = 1; i < terms_.size(); ++i) {
-      sum = sum + f(terms_[i]);
+    at::Tensor sum = f(parts_[0]);
+    for (size_t i = 1; i < parts_.size(); ++i) {
+      sum = sum + f(parts_[i]);
     }
     return sum;
   }
 
-  std::vector<LinearOperator> terms_;
   std::vector<LinearOperator> rest_;  // the terms that are no multiples of the identity
   double shift_ = 0.0;
 };

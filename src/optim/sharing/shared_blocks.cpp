@@ -4,6 +4,7 @@
 #include "optim/core/step_plan.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
 
 #include <algorithm>
 #include <span>
@@ -15,10 +16,6 @@ namespace {
 // Smaller ranges cost more launches than they balance.
 constexpr int64_t kSmallestRange = int64_t{1} << 16;
 constexpr int64_t kRangesPerRank = 2;
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 bool same_cut(const SharedBlocks& a, const SharedBlocks& b) {
   return a.dims == b.dims && a.sharding == b.sharding &&
@@ -96,8 +93,9 @@ void BlockOwners::cut_elements(SharedBlocks& result, int64_t unit) const {
     }
     const int64_t begin = area.offsets[0], length = area.sizes[0];
     const int64_t pieces = kRangesPerRank * holders;
-    const int64_t range = round_up(std::max(kSmallestRange, (length + pieces - 1) / pieces),
-                                   std::min(unit, std::max<int64_t>(length, 1)));
+    const int64_t range =
+        at::round_up<int64_t>(std::max(kSmallestRange, (length + pieces - 1) / pieces),
+                              std::min(unit, std::max<int64_t>(length, 1)));
     for (int64_t at = 0; at < length; at += range) {
       add({{begin + at}, {std::min(range, length - at)}});
     }

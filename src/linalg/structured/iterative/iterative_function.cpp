@@ -68,12 +68,7 @@ class IterativeInverse final : public NodeOf<IterativeInverse> {
   }
 
   std::optional<LinearOperator> apply(const MatrixFunction& f) const override {
-    if (!f.exponent) {
-      return std::nullopt;
-    }
-    MatrixFunction g = f;
-    g.exponent = -*f.exponent;
-    return detail::apply(A_, g);
+    return apply_to_inverse(A_, f);
   }
 
  private:
