@@ -2,6 +2,7 @@
 #pragma once
 
 #include "torchium/export.h"
+#include "torchium/optim/curvature_options.h"
 #include "torchium/optim/second_order_optimizer.h"
 
 #include <c10/util/intrusive_ptr.h>
@@ -112,8 +113,9 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   void bind();                        // the plan, to groups and state
   void adopt_groups();                // the same where something has changed, and its options
   std::vector<int64_t> next_steps();  // JointPlan
-  // The captured calls that `outputs` depends on.
-  std::vector<gradients::detail::DifferentiableCall> calls_of(const at::Tensor& outputs) const;
+  // update_curvature() of the optimizers.
+  void record_curvature(const at::Tensor& outputs, const std::string& loss,
+                        const CurvatureOptions& options);
   // Drops the captured calls, and decides what to capture next.
   void forget_captures();
 
@@ -127,6 +129,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   void forget_derived() override;
 
  private:
+  // The captured calls that `outputs` depends on.
+  std::vector<gradients::detail::DifferentiableCall> calls_of(const at::Tensor& outputs) const;
   bool is_bound() const;
   void prepare_step(const std::vector<at::Tensor>& active);
   void adopt_options();

@@ -5,7 +5,6 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/capturing_optimizer.h"
-#include "torchium/optim/curvature_options.h"
 #include "torchium/optim/options.h"
 #include "torchium/optim/schedules.h"
 

@@ -238,6 +238,19 @@ std::vector<gradients::detail::DifferentiableCall> CapturingOptimizer::calls_of(
   return calls;
 }
 
+void CapturingOptimizer::record_curvature(const at::Tensor& outputs, const std::string& loss,
+                                          const CurvatureOptions& options) {
+  refuse_moved_from();
+  check_groups();
+  adopt_groups();
+  const std::string& fisher = plan_->fisher();
+  detail::check_takes_curvature(fisher);
+  if (captures_next()) {
+    const detail::LossCurvature curvature(outputs, loss, fisher, options);
+    plan_->record_curvature(outputs, curvature, calls_of(outputs));
+  }
+}
+
 bool CapturingOptimizer::is_used_otherwise(const at::Tensor& param) const {
   return capture_->is_used_otherwise(param);
 }

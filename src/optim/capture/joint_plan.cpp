@@ -114,6 +114,19 @@ void JointPlan::exclude(const std::vector<int64_t>& params) {
   }
 }
 
+void JointPlan::record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                                 const std::vector<gradients::detail::DifferentiableCall>& calls) {
+  check_origin(outputs, optimizer_name(), calls,
+               [&](const at::Tensor& param) { return position(param) >= 0; });
+  const std::lock_guard lock(curvature_mutex_);
+  try {
+    add_curvature(outputs, curvature, calls);
+  } catch (...) {
+    forget();
+    throw;
+  }
+}
+
 void JointPlan::withdraw() {
   if (is_shared()) {
     const c10::DeviceGuard device_guard(device());

@@ -5,6 +5,7 @@
 #include "distributed/step_agreement.h"
 #include "gradients/capture/operator_capture.h"
 #include "optim/capture/adaptive_damping.h"
+#include "optim/capture/curvature_passes.h"
 #include "optim/core/options.h"
 #include "optim/core/step_plan.h"
 #include "torchium/optim/capturing_optimizer.h"
@@ -15,6 +16,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -73,6 +75,14 @@ class JointPlan : public StepPlan {
   // Whether backward passes over one graph bring parts of the same samples' gradients
   // (LayerCall::first_pass).
   virtual bool joins_passes() const { return false; }
+  // Of the options.
+  virtual const std::string& fisher() const = 0;
+  // Whether fisher is "mc" or "ggn": what is recorded comes from record_curvature() alone.
+  bool takes_curvature() const { return !fisher().empty() && fisher() != "empirical"; }
+  // Records the gradients of `outputs` times each column of the curvature of the loss by the
+  // outputs of these calls. Keeps the graph. If it throws, all that was recorded is dropped.
+  void record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                        const std::vector<gradients::detail::DifferentiableCall>& calls);
   // Drops what was recorded.
   virtual void forget() = 0;
 
@@ -106,6 +116,9 @@ class JointPlan : public StepPlan {
   virtual void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                          const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                          int64_t params, const std::string& name) const = 0;
+  // record_curvature(), by one thread at a time.
+  virtual void add_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                             std::vector<gradients::detail::DifferentiableCall> calls) = 0;
   // Throws c10::ValueError for recorded calls or state that does not fit.
   virtual void check(const std::vector<size_t>& active) = 0;
   // Derives what the step of these parameters depends on; true: it has changed.
@@ -158,6 +171,7 @@ class JointPlan : public StepPlan {
   std::vector<std::string> names_;
   std::unordered_map<const at::TensorImpl*, int64_t> positions_;
   std::unordered_set<const at::TensorImpl*> excluded_;
+  std::mutex curvature_mutex_;           // threads may share a model
   std::vector<at::Tensor> fresh_steps_;  // `step` of no steps, for which bind() is to come
 };
 
@@ -180,6 +194,10 @@ class JointPlanOf : public JointPlan {
         forget_planned();
       }
     }
+  }
+  const std::string& fisher() const override {
+    static const std::string unknown;
+    return options_.empty() ? unknown : options_.front().fisher();
   }
 
  protected:

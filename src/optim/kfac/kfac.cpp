@@ -127,15 +127,7 @@ double KFAC::update_damping(double loss_before, double loss_after) {
 
 void KFAC::update_curvature(const at::Tensor& outputs, const std::string& loss,
                             const CurvatureOptions& options) {
-  refuse_moved_from();
-  check_groups();
-  adopt_groups();
-  const auto& fisher = plan().fisher();
-  detail::check_takes_curvature(fisher);
-  if (captures_next()) {
-    const detail::LossCurvature curvature(outputs, loss, fisher, options);
-    plan().record_curvature(outputs, curvature, calls_of(outputs));
-  }
+  record_curvature(outputs, loss, options);
 }
 
 // ---- warnings and reports

@@ -1,5 +1,4 @@
 // The factors G of K-FAC from the curvature of the loss instead of its gradients.
-#include "optim/capture/curvature_passes.h"
 #include "optim/kfac/kfac_plan.h"
 
 #include <ATen/ATen.h>
@@ -10,28 +9,16 @@
 
 namespace torchium::optim::detail {
 
-bool KfacPlan::takes_curvature() const {
-  return !options().empty() && options().front().fisher() != "empirical";
-}
-
-void KfacPlan::record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
-                                std::vector<gradients::detail::DifferentiableCall> calls) {
-  check_origin(outputs, optimizer_name(), calls,
-               [&](const at::Tensor& param) { return position(param) >= 0; });
-  const std::lock_guard lock(curvature_mutex_);
+void KfacPlan::add_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                             std::vector<gradients::detail::DifferentiableCall> calls) {
   const int64_t micro_batch = curvature_batches_++;
   std::erase_if(calls, [&](const auto& call) { return !is_due(call.layer); });
-  try {
-    for_each_curvature_gradient(
-        outputs, curvature, calls, [&](int64_t k, size_t i, gradients::detail::LayerCall call) {
-          const CurvatureColumn column{curvature.samples(), /*is_first=*/k == 0};
-          call.micro_batch = micro_batch;
-          add_to_sums(std::move(call), &column);
-        });
-  } catch (...) {
-    forget();
-    throw;
-  }
+  for_each_curvature_gradient(
+      outputs, curvature, calls, [&](int64_t k, size_t i, gradients::detail::LayerCall call) {
+        const CurvatureColumn column{curvature.samples(), /*is_first=*/k == 0};
+        call.micro_batch = micro_batch;
+        add_to_sums(std::move(call), &column);
+      });
 }
 
 void KfacPlan::require_curvature(const std::vector<size_t>& active) {
@@ -40,8 +27,7 @@ void KfacPlan::require_curvature(const std::vector<size_t>& active) {
   }
   const bool any_due =
       std::any_of(active.begin(), active.end(), [&](size_t i) { return due()[i]; });
-  TORCH_CHECK(!any_due || only_creates_state(), optimizer_name(), " with fisher='",
-              options().front().fisher(),
+  TORCH_CHECK(!any_due || only_creates_state(), optimizer_name(), " with fisher='", fisher(),
               "' updates its factors in this step, but update_curvature() was not called: call it "
               "with the outputs of the model in each iteration, after zero_grad() and before "
               "step()");

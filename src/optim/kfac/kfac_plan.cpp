@@ -47,11 +47,10 @@ void KfacPlan::after_set_options() {
     is_inverse_free_ = has_roots;
     checked_.assign(size(), false);  // the state is that of another solver
   }
-  const std::string fisher = options().empty() ? std::string() : options().front().fisher();
-  if (!fisher_.empty() && fisher != fisher_) {
+  if (!fisher_.empty() && fisher() != fisher_) {
     forget();
   }
-  fisher_ = fisher;
+  fisher_ = fisher();
   forget_graphs(graph_mode(options().empty() ? "never" : options().front().graphs()));
 }
 

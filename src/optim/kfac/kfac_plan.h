@@ -75,14 +75,6 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // What the loss of recorded calls is multiplied by; undefined: 1, or not known yet.
   void set_loss_scale(at::Tensor scale);
   void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
-  // Whether fisher is "mc" or "ggn": G comes from record_curvature(), and record() and drop() do
-  // nothing.
-  bool takes_curvature() const;
-  const std::string& fisher() const { return fisher_; }
-  // Records, as one micro-batch, the gradients of `outputs` times each column of the curvature of
-  // the loss by the outputs of these calls. Keeps the graph. If it throws, all sums are dropped.
-  void record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
-                        std::vector<gradients::detail::DifferentiableCall> calls);
   void declare(const std::vector<DeclaredLayer>& layers);
   // FactorRecords::drop().
   void drop(int64_t weight, at::IntArrayRef passes = {});
@@ -126,6 +118,9 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
                  int64_t params, const std::string& name) const override;
   void after_set_options() override;
   void check(const std::vector<size_t>& active) override;
+  // As one micro-batch.
+  void add_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                     std::vector<gradients::detail::DifferentiableCall> calls) override;
   bool derive(const std::vector<size_t>& active) override;
   void before_completing() override;
   void complete(size_t i, SecondOrderParamState& state) override;
@@ -212,7 +207,6 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
   int64_t curvature_batches_ = 0;       // recorded since forget()
-  std::mutex curvature_mutex_;          // threads may share a model
   std::string damping_split_, fisher_;  // of the options before
   bool is_inverse_free_ = false;
   // Weights whose inverses must be recomputed: damping_split has changed, or the step that was to

@@ -102,14 +102,7 @@ void NaturalGradient::check_layers(const std::vector<at::Tensor>& active) {
 
 void NaturalGradient::update_curvature(const at::Tensor& outputs, const std::string& loss,
                                        const CurvatureOptions& options) {
-  refuse_moved_from();
-  check_groups();
-  adopt_groups();
-  detail::check_takes_curvature(plan().fisher());
-  if (captures_next()) {
-    const detail::LossCurvature curvature(outputs, loss, plan().fisher(), options);
-    plan().record_curvature(outputs, curvature, calls_of(outputs));
-  }
+  record_curvature(outputs, loss, options);
 }
 
 void NaturalGradient::update_jacobian(const std::vector<at::Tensor>& rows,

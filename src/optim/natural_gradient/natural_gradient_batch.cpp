@@ -1,7 +1,6 @@
 // Sources of the matrix of the next step: layer calls of backward passes, columns of a
 // curvature, or a Jacobian that the caller has given.
 #include "gradients/capture/joined_passes.h"
-#include "optim/capture/curvature_passes.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 #include "optim/natural_gradient/sharing/shared_rows.h"
 #include "support/tensor_version.h"
@@ -36,10 +35,6 @@ void check_residuals(const at::Tensor& residuals, const at::Tensor& rows) {
 }
 
 }  // namespace
-
-bool NaturalGradientPlan::takes_curvature() const {
-  return !options().empty() && fisher() != "empirical";
-}
 
 // A call of a curvature is only a sign of its backward pass.
 void NaturalGradientPlan::record(LayerCall call) {
@@ -114,25 +109,16 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
   return batch;
 }
 
-void NaturalGradientPlan::record_curvature(
-    const at::Tensor& outputs, const LossCurvature& curvature,
-    std::vector<gradients::detail::DifferentiableCall> calls) {
-  check_origin(outputs, optimizer_name(), calls,
-               [&](const at::Tensor& param) { return position(param) >= 0; });
-  const std::lock_guard lock(curvature_mutex_);
+void NaturalGradientPlan::add_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                                        std::vector<gradients::detail::DifferentiableCall> calls) {
   const auto first = static_cast<int64_t>(columns_.size());
   curvature_samples_ += curvature.samples();
-  try {
-    for_each_curvature_gradient(outputs, curvature, calls,
-                                [&](int64_t k, size_t /*i*/, LayerCall call) {
-                                  call.micro_batch = first + k;
-                                  const int64_t version = version_of(call.input);
-                                  columns_[call.micro_batch].push_back({std::move(call), version});
-                                });
-  } catch (...) {
-    forget();
-    throw;
-  }
+  for_each_curvature_gradient(outputs, curvature, calls,
+                              [&](int64_t k, size_t /*i*/, LayerCall call) {
+                                call.micro_batch = first + k;
+                                const int64_t version = version_of(call.input);
+                                columns_[call.micro_batch].push_back({std::move(call), version});
+                              });
 }
 
 void NaturalGradientPlan::require_curvature() const {

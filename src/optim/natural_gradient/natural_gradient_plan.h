@@ -43,15 +43,6 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   void forget() override;
   // Backward passes with recorded calls.
   std::vector<int64_t> passes() const;
-  // Whether fisher is "mc" or "ggn": the calls come from record_curvature(), and record() does
-  // nothing.
-  bool takes_curvature() const;
-  const std::string& fisher() const { return options().front().fisher(); }
-  // Records the gradients of `outputs` times each column of the curvature of the loss, a
-  // micro-batch each, by the outputs of these calls. Keeps the graph. If it throws, all of them are
-  // dropped.
-  void record_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
-                        std::vector<gradients::detail::DifferentiableCall> calls);
   // NaturalGradient::update_jacobian()
   void set_jacobian(std::vector<at::Tensor> rows, at::Tensor residuals);
   // Whether the next step takes the Jacobian of set_jacobian().
@@ -67,6 +58,9 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::pair<double, double> damping_update(double loss_before, double loss_after);
 
  protected:
+  // A micro-batch for each column.
+  void add_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
+                     std::vector<gradients::detail::DifferentiableCall> calls) override;
   void make_room(SecondOrderParamState& fresh, const SecondOrderParamState& saved,
                  const at::Tensor& param, const torch::optim::OptimizerOptions& options,
                  int64_t params, const std::string& name) const override;
@@ -122,7 +116,6 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::map<int64_t, std::vector<Recorded>> passes_;   // by backward pass
   std::map<int64_t, std::vector<Recorded>> columns_;  // of curvatures
   int64_t curvature_samples_ = 0;                     // of record_curvature() since forget()
-  std::mutex curvature_mutex_;                        // threads may share a model
   // Of set_jacobian(), with the versions of its tensors; null: none.
   std::shared_ptr<const KeptBatch> given_;
   std::vector<int64_t> given_versions_;

@@ -87,8 +87,9 @@ class FactorCapture(Capture):
             problem = self._problem_of_modules(weight)
             owner, has_factors = self.owners[weight][0], problem is None
             rows += [i, self._bias(plan, weight) if has_factors else -1]
-            rows += [int(has_transposed_weight(owner)), int(self._is_tied(weight))]
-            rows += [getattr(owner, "groups", 1), int(self._is_table(weight))]
+            lookups = [isinstance(module, nn.Embedding) for module in self.owners[weight]]
+            rows += [int(has_transposed_weight(owner)), int(any(lookups))]
+            rows += [getattr(owner, "groups", 1), int(all(lookups))]
             rows += [int(not has_factors), int(layer_kind(owner) in NORM_KINDS)]
             if not has_factors or self._is_used_outside(weight, now[2]):
                 excluded.append(i)
@@ -154,14 +155,6 @@ class FactorCapture(Capture):
     def _bias(self, plan: JointPlan, weight: Tensor) -> int:
         bias = self.joint_bias(weight)
         return -1 if bias is None else plan.positions.get(bias, -1)
-
-    def _is_tied(self, weight: Tensor) -> bool:
-        """Whether the weight is looked up as an embedding too."""
-        return any(isinstance(module, nn.Embedding) for module in self.owners[weight])
-
-    def _is_table(self, weight: Tensor) -> bool:
-        """Whether the weight is only looked up."""
-        return all(isinstance(module, nn.Embedding) for module in self.owners[weight])
 
     def _may_be_recorded(self, module: nn.Module) -> bool:
         return may_be_layer(module)
