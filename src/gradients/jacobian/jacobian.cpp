@@ -4,6 +4,7 @@
 #include "gradients/jacobian/device_sums.h"
 #include "gradients/jacobian/jacobian_pieces.h"
 #include "linalg/common/operand_checks.h"
+#include "support/phase.h"
 
 #include <ATen/ATen.h>
 
@@ -155,6 +156,7 @@ void Jacobian::add_blocks(std::vector<bool>& done, const Add& add) const {
 }
 
 at::Tensor Jacobian::gram(at::ArrayRef<double> weights, GramSum sum) const {
+  const torchium::detail::Phase phase("torchium::sample_gram");
   std::vector<bool> done = without_block();
   at::Tensor K;
   if (GramSums::is_available(options_.device())) {
@@ -191,6 +193,7 @@ at::Tensor Jacobian::gram(at::ArrayRef<double> weights, GramSum sum) const {
 
 std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w,
                                                     at::ArrayRef<double> scales) const {
+  const torchium::detail::Phase phase("torchium::sample_sums");
   const at::Tensor scaled = scale_.defined() ? w * scale_ : w;
   std::vector<at::Tensor> result;
   for (size_t p = 0; p < columns_.size(); ++p) {
@@ -206,6 +209,7 @@ std::vector<at::Tensor> Jacobian::transpose_product(const at::Tensor& w,
 }
 
 at::Tensor Jacobian::product(at::TensorList x, at::ArrayRef<double> scales) const {
+  const torchium::detail::Phase phase("torchium::sample_dots");
   at::Tensor result = at::zeros({samples_}, options_);
   for (size_t p = 0; p < columns_.size(); ++p) {
     if (columns_[p].block) {
@@ -216,6 +220,7 @@ at::Tensor Jacobian::product(at::TensorList x, at::ArrayRef<double> scales) cons
 }
 
 at::Tensor Jacobian::norms(int64_t max_workspace_bytes, at::ScalarType dtype) const {
+  const torchium::detail::Phase phase("torchium::sample_norms");
   std::vector<bool> done = without_block();
   const bool on_device = NormSums::is_available(options_.device());
   NormSums sums;
@@ -285,6 +290,7 @@ void Jacobian::add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_by
 }
 
 std::vector<at::Tensor> Jacobian::rows() const {
+  const torchium::detail::Phase phase("torchium::sample_rows");
   const at::Tensor weights = scale_.defined() ? scale_.expand({samples_}) : scale_;
   std::vector<at::Tensor> result;
   for (const auto& column : columns_) {

@@ -4,6 +4,7 @@
 #include "gradients/capture/operator_capture.h"
 #include "gradients/per_sample/kept_state.h"
 #include "gradients/per_sample/sample_checks.h"
+#include "support/phase.h"
 #include "support/vmap_level.h"
 
 #include <ATen/ATen.h>
@@ -32,6 +33,7 @@ at::Tensor captured_output(OperatorCapture& capture, const SampleLoss& loss,
 std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
                             const std::vector<std::string>& names, KeptBuffers& buffers,
                             std::vector<LayerCall>& calls) {
+  const torchium::detail::Phase phase("torchium::sample_capture");
   const int64_t samples = loss.samples();
   const at::Tensor& inputs = loss.inputs();
   const at::Tensor output = captured_output(capture, loss, inputs);
@@ -80,6 +82,7 @@ std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
 
 void visit_samples(const SampleLoss& loss, const std::vector<at::Tensor>& params, int64_t first,
                    const SampleReceiver& of_sample) {
+  const torchium::detail::Phase phase("torchium::sample_by_sample");
   KeptBuffers buffers(loss.model());
   for (const auto i : c10::irange(first, loss.samples())) {
     buffers.restore();

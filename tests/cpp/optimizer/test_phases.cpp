@@ -1,5 +1,6 @@
 // What profilers see of a step: ranges, and the work that kernels announce.
 #include "support/phase.h"
+#include <torchium/gradients.h>
 #include <torchium/linalg.h>
 #include <torchium/optim/shampoo.h>
 
@@ -66,6 +67,17 @@ TEST_F(Phases, OfLinearAlgebraAreRanges) {
                            "hutchpp", "xdiag", "logdet", "cg", "gmres", "solve"}) {
     EXPECT_EQ(seen_ranges.count(std::string("torchium::") + name), 1U) << name;
   }
+}
+
+TEST_F(Phases, OfPerSampleQuantitiesAreRanges) {
+  torch::nn::Linear layer(5, 4);
+  const auto forward = [&](const at::Tensor& x) { return layer(x); };
+  const auto loss = [](const at::Tensor& output, const at::Tensor& target) {
+    return (output - target).square().sum();
+  };
+  gradients::per_sample_norms(*layer, forward, loss, torch::ones({3, 5}), torch::ones({3, 4}));
+  EXPECT_EQ(seen_ranges.count("torchium::sample_capture"), 1U);
+  EXPECT_EQ(seen_ranges.count("torchium::sample_norms"), 1U);
 }
 
 TEST_F(Phases, KernelsAnnounceOperationsAndBytes) {

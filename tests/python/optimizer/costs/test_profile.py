@@ -124,12 +124,34 @@ def steps(optimizer_class, count=2):
 
 
 @pytest.mark.parametrize(
+    ("quantity", "phase"),
+    [
+        ("per_sample_gradients", "sample_rows"),
+        ("per_sample_norms", "sample_norms"),
+        ("gram", "sample_gram"),
+        ("jvp_dots", "sample_dots"),
+        ("clip_and_accumulate", "sample_sums"),
+    ],
+)
+def test_per_sample_quantities_are_phases(quantity, phase):
+    model = torch.nn.Linear(6, 4)
+    last = {"clip_and_accumulate": [1.0], "jvp_dots": [dict(model.named_parameters())]}
+    inputs = (torch.randn(5, 6), torch.randint(4, (5,)))
+    function = getattr(torchium.gradients, quantity)
+    with torchium.profile(device="cpu", print_table=False) as profile:
+        function(model, torch.nn.functional.cross_entropy, *inputs, *last.get(quantity, []))
+    found = {each.name: each for each in profile.phases}
+    assert found[phase].calls == 1
+    assert found[phase].seconds > 0
+
+
+@pytest.mark.parametrize(
     ("optimizer", "phases"),
     [
         (torchium.Shampoo, {"elementwise", "statistics", "roots", "precondition"}),
         (full_matrix_adagrad, {"elementwise", "statistics", "roots", "precondition"}),
         (torchium.KFAC, {"elementwise", "factors", "inverses", "precondition"}),
-        (torchium.NaturalGradient, {"elementwise", "gram", "precondition"}),
+        (torchium.NaturalGradient, {"elementwise", "gram", "sample_gram", "precondition"}),
     ],
 )
 def test_a_step_on_a_cpu(optimizer, phases, capsys):
