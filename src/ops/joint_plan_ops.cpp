@@ -5,6 +5,7 @@
 #include "ops/module_capture.h"
 #include "ops/option_ops.h"
 #include "ops/plan_conversions.h"
+#include "optim/kfac/fallback_reasons.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
@@ -286,6 +287,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("check_takes_curvature", optim::detail::check_takes_curvature);
   m.def("kfac_report_table", kfac_report_table);
   m.def("natural_gradient_report_table", natural_gradient_report_table);
+  m.def("fallback_reason", optim::detail::fallback_reason);
   m.def("check_grad_workers", optim::detail::check_grad_workers);
   m.class_<ModuleCapture>("ModuleCapture")
       .def(torch::init<int64_t, bool>())

@@ -57,6 +57,8 @@ bool mixes_samples(const nn::Module& module) {
   return norm != nullptr && (norm->is_training() || !norm->running_mean.defined());
 }
 
+constexpr const char* kUnsupported = "is of an unsupported type";
+
 std::string problem_of(const nn::Module& module) {
   if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(&module)) {
     const auto& options = embedding->options;
@@ -76,7 +78,7 @@ std::string problem_of(const nn::Module& module) {
                 nn::ConvTranspose1dImpl, nn::ConvTranspose2dImpl, nn::ConvTranspose3dImpl,
                 nn::LayerNormImpl, nn::GroupNormImpl>(module);
   const bool is_stock = std::string_view(module.name()).starts_with("torch::nn::");
-  return is_known || !is_stock ? "" : "is of an unsupported type";
+  return is_known || !is_stock ? "" : kUnsupported;
 }
 
 }  // namespace
@@ -95,8 +97,12 @@ void ModelLayers::add_module(const std::string& name, const nn::Module& module,
     batch_norms_.emplace_back(description, std::move(weak));
   }
   for (const auto& param : module.named_parameters(/*recurse=*/false)) {
-    ParameterPlace place{prefix + param.key(), description, type_name(module), problem_of(module),
-                         samples};
+    ParameterPlace place{.name = prefix + param.key(),
+                         .module = description,
+                         .type = type_name(module),
+                         .problem = problem_of(module),
+                         .samples = samples};
+    place.is_unsupported = place.problem == kUnsupported;
     if (samples == SampleDimension::kHidden && place.problem.empty()) {
       place.problem = "takes samples in another dimension than the first";
     }

@@ -26,6 +26,7 @@ struct ParameterPlace {
   // Why it has no per-sample gradients, such as "is of an unsupported type"; empty: it may have. A
   // module outside of torch::nn is supported if it calls the operators of layers.
   std::string problem;
+  bool is_unsupported = false;  // by its type, which mixes no samples
   // The second one within attention and transformer layers, hidden within recurrent ones.
   SampleDimension samples = SampleDimension::kFirst;
 };

@@ -2,6 +2,7 @@
 
 #include "gradients/capture/model_layers.h"
 #include "optim/core/schedules.h"
+#include "optim/kfac/fallback_reasons.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
 
@@ -136,6 +137,10 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   const auto* place = layers().find(param);
   const detail::FactorRecords& records = plan().records();
   const detail::FactorLayer* layer = records.layer(param);
+  if (place != nullptr && place->is_unsupported) {
+    const bool is_recurrent = place->samples == gradients::detail::SampleDimension::kHidden;
+    return detail::fallback_reason(is_recurrent ? "recurrent" : "layer", place->type);
+  }
   if (place != nullptr && !place->problem.empty()) {
     return place->type + " " + place->problem;
   }
@@ -146,9 +151,9 @@ std::string KFAC::why_not(const at::Tensor& param) const {
     return detail::kUsedOutside;
   }
   if (records.is_joint_bias(param)) {
-    return "the bias of a weight that falls back";
+    return detail::fallback_reason("of_weight", "");
   }
-  return "not seen as weight or bias of a linear layer, convolution or norm";
+  return detail::fallback_reason("not_seen", place == nullptr ? "the model" : place->type);
 }
 
 void KFAC::announce() {

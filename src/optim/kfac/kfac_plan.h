@@ -43,9 +43,6 @@ struct DeclaredLayer {
   bool is_unitwise = false;  // of a norm
 };
 
-// Why a parameter has no factors, where a penalty in the loss may be the reason.
-constexpr const char* kUsedOutside = "used outside of its layer";
-
 class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
  public:
   const char* optimizer_name() const override { return "KFAC"; }

@@ -1,4 +1,5 @@
 // What K-FAC's plan warns about, each parameter once.
+#include "optim/kfac/fallback_reasons.h"
 #include "optim/kfac/kfac_plan.h"
 
 #include <c10/util/StringUtil.h>

@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kKinds = 5;
 constexpr size_t kNames = 2;  // of one kind
-constexpr size_t kKindLength = 60;
+constexpr size_t kKindLength = 100;
 constexpr size_t kNameLength = 40;
 
 // The text with its middle left out: names differ at their ends.

@@ -74,7 +74,10 @@ TEST(Kfac, FallsBackToMomentum) {
   }
   EXPECT_FALSE(torch::allclose(names["head.weight"], twin->head->weight));
   expect_contains(warnings.text, c10::str("KFAC preconditions 5 of ", names.size(), " parameters"));
-  expect_contains(warnings.text, "4 (LSTM is of an unsupported type: lstm.weight_ih_l0, ");
+  expect_contains(
+      warnings.text,
+      "4 (LSTM has no Kronecker factors (its weights are not linear layers of modules): "
+      "lstm.weight_ih_l0, ");
   EXPECT_EQ(warnings.text.find("head"), std::string::npos);
   EXPECT_EQ(warnings.text.find("embedding"), std::string::npos);
   EXPECT_EQ(warnings.text.find("SGD"), warnings.text.rfind("SGD"));  // once
@@ -218,7 +221,9 @@ TEST(Kfac, FallsBackWithinRecurrentLayers) {
   optimizer.step();
   EXPECT_EQ(optimizer.report().preconditioned,
             (std::vector<std::string>{"head.weight", "head.bias"}));
-  expect_contains(warnings.text, "(LSTM is of an unsupported type: layer.weight_ih_l0, ");
+  expect_contains(warnings.text,
+                  "(LSTM has no Kronecker factors (its weights are not linear layers of modules): "
+                  "layer.weight_ih_l0, ");
 }
 
 TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._capture.capture import Capture
@@ -16,6 +17,7 @@ from ..._capture.layers import (
     computed_weight,
     has_known_class,
     has_transposed_weight,
+    is_compiled_by_jit,
     layer_kind,
     layer_params,
     may_be_layer,
@@ -105,7 +107,7 @@ class FactorCapture(Capture):
         weight = self.weight_beside(param)
         assert weight is not None
         is_outside = self._is_used_outside(weight, self.used_outside)
-        return "used outside of its layer" if is_outside else None
+        return reason_of("outside") if is_outside else None
 
     def _is_used_outside(self, weight: Tensor, outside: set[Tensor]) -> bool:
         """Whether the weight or the bias that shares its factors is among these."""
@@ -119,24 +121,24 @@ class FactorCapture(Capture):
     def _find_problem(self, param: Tensor) -> str | None:
         owners = self.owners.get(param)
         if not owners:
-            return "in no module that has run"
+            return reason_of("not_run")
         reason = _problem_of_layers(owners)
         if reason is not None:
             return reason
         weight = self.weight_beside(param)
         if weight is None or weight not in self._params or not weight.requires_grad:
-            return "its weight is not trained"
+            return reason_of("frozen")
         if weight is not param and _problem_of_layers(self.owners[weight]) is not None:
-            return "its weight falls back"
+            return reason_of("of_weight")
         if len({layer_kind(module) in NORM_KINDS for module in self.owners[weight]}) > 1:
-            return "used by a norm and by another layer"
+            return reason_of("norm")
         if len({has_transposed_weight(module) for module in self.owners[weight]}) > 1:
-            return "used as [in, out] and as [out, in]"
+            return reason_of("both_ways")
         if len({getattr(module, "groups", 1) for module in self.owners[weight]}) > 1:
-            return "used by convolutions of different groups"
+            return reason_of("groups")
         bias = self.joint_bias(weight)
         if param is not weight and param is not bias:
-            return "not the one bias of its weight"
+            return reason_of("other_bias")
         return None
 
     def weight_beside(self, param: Tensor) -> Tensor | None:
@@ -185,20 +187,30 @@ def _problem_of_layers(modules: list[nn.Module]) -> str | None:
     for module in modules:
         how = computed_weight(module)
         if how is not None:
-            return f"weight computed by {how}"
+            return reason_of("computed", how)
         why = why_unsupported(module, FACTOR_KINDS)
         if why and why.startswith("has ") and layer_kind(module) is LayerKind.EMBEDDING:
-            return f"tied to an Embedding that {why}" if is_tied else f"Embedding {why}"
+            return reason_of("tied" if is_tied else "embedding", why)
         if why:
-            return " and ".join(dict.fromkeys(_class_name(m) for m in modules))
+            return _problem_of_class(module)
     return None
 
 
-def _class_name(module: nn.Module) -> str:
-    """The name of its class; of a class that replaces a supported one, also where it is from."""
-    name = type(module).__name__
+def _problem_of_class(module: nn.Module) -> str:
+    """Why an unsupported module has no factors."""
+    name, origin = type(module).__name__, type(module).__module__
+    if is_compiled_by_jit(module):
+        return reason_of("jit", name)
     if isinstance(module, nn.MultiheadAttention) and not module._qkv_same_embed_dim:
-        return f"{name} with kdim or vdim"
-    if has_known_class(module) and layer_kind(module) is None:
-        return f"{name} of {type(module).__module__}, with a forward of its own"
-    return name
+        return reason_of("attention", name)
+    if has_known_class(module):  # it replaces a supported one
+        return reason_of("own_forward", f"{name} of {origin}")
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return reason_of("recurrent", name)
+    return reason_of("layer" if origin.startswith("torch.nn.") else "bare", name)
+
+
+def reason_of(kind: str, name: str = "") -> str:
+    """The core's words for a parameter that falls back."""
+    reason: str = torch.ops.torchium.fallback_reason(kind, name)
+    return reason

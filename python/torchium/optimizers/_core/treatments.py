@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._callers import users_stacklevel
 from .capturing import CapturingOptimizer
-from .factors import FactorCapture
+from .factors import FactorCapture, reason_of
 from .plan import JointPlan
 
 
@@ -77,7 +77,7 @@ class TreatmentReports(CapturingOptimizer):
             reason = self._plan.core.problem(self._plan.positions[weight]) or None
         if reason is not None:
             return reason
-        return "no factors captured" if weight in fallback else "not the one bias of its weight"
+        return reason_of("not_captured" if weight in fallback else "other_bias")
 
     def _announce(self, plan: JointPlan) -> None:
         core = plan.core

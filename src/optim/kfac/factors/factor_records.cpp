@@ -1,6 +1,7 @@
 #include "optim/kfac/factors/factor_records.h"
 
 #include "optim/core/parameter_state.h"
+#include "optim/kfac/fallback_reasons.h"
 
 #include <ATen/ATen.h>
 
@@ -15,10 +16,6 @@ using gradients::detail::StructuredSums;
 using gradients::detail::UpdatedFactors;
 using gradients::detail::WeightSharing;
 
-constexpr const char* kUsedBothWays = "used as [in, out] and as [out, in]";
-constexpr const char* kSharedRows = "looked up for positions that samples share";
-constexpr const char* kNormAndOther = "used by a norm and by another layer";
-constexpr const char* kSeveralBiases = "used by norms with different biases";
 constexpr const char* kTransposedConvolution = "weight of a transposed convolution";
 
 namespace {

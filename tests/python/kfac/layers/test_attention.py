@@ -327,7 +327,10 @@ def test_three_weights_fall_back_and_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.attention(x, x[..., :4], x[..., :6])[0].mean(1))
 
-    with pytest.warns(UserWarning, match=r"4 \(MultiheadAttention with kdim or vdim: "):
+    with pytest.warns(
+        UserWarning,
+        match=r"4 \(MultiheadAttention has kdim or vdim, and so weights outside of modules: ",
+    ):
         train(OfOtherWidths().double(), OPTIMIZERS["kfac"])
     model = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, kdim=4, vdim=6))
     with pytest.raises(ValueError, match=r"MultiheadAttention.*kdim or vdim"):

@@ -133,14 +133,20 @@ FALLBACK = {
         UsedOutside,
         dict.fromkeys(["a.weight", "a.bias"], "used outside of its layer"),
     ),
-    "raw": (Scaled, {"scale": "Scaled"}),
+    "raw": (
+        Scaled,
+        {"scale": "a parameter of Scaled, used outside of a module that has factors"},
+    ),
     "attention": (
         Attention,
         dict.fromkeys(["inner.in_proj_weight", "inner.in_proj_bias"], "used outside of its layer"),
     ),
     "recurrent": (
         Recurrent,
-        {f"inner.{n}_l0": "LSTM" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
+        dict.fromkeys(
+            [f"inner.{n}_l0" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")],
+            "LSTM has no Kronecker factors (its weights are not linear layers of modules)",
+        ),
     ),
     "weight_norm": (
         lambda: nn.Sequential(
@@ -170,18 +176,33 @@ FALLBACK = {
         lambda: nn.Sequential(
             nn.Unflatten(1, (2, 2)), nn.ConvTranspose1d(2, 2, 2), nn.Flatten(), nn.Linear(6, 3)
         ),
-        {"1.weight": "ConvTranspose1d", "1.bias": "ConvTranspose1d"},
+        dict.fromkeys(
+            ["1.weight", "1.bias"],
+            "ConvTranspose1d has no Kronecker factors (it is no linear layer, convolution, embedding or "
+            "norm)",
+        ),
+    ),
+    "unknown_module": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 3)),
+        {
+            "1.weight": "PReLU has no Kronecker factors (it is no linear layer, convolution, embedding or "
+            "norm)"
+        },
     ),
     "frozen_weight": (FrozenWeight, {"a.bias": "its weight is not trained"}),
     "own_forward": (
         lambda: nn.Sequential(nn.Linear(4, 4), LayerNorm(4), nn.Linear(4, 3)),
         dict.fromkeys(
-            ["1.weight", "1.bias"], f"LayerNorm of {__name__}, with a forward of its own"
+            ["1.weight", "1.bias"],
+            f"LayerNorm of {__name__} has a forward of its own, which may be no linear layer",
         ),
     ),
     "other_norms": (
         lambda: nn.Sequential(nn.Linear(4, 4), OwnNorm(4), nn.LayerNorm(4), nn.Linear(4, 3)),
-        {"1.weight": "OwnNorm", "1.bias": "OwnNorm"},
+        dict.fromkeys(
+            ["1.weight", "1.bias"],
+            "a parameter of OwnNorm, used outside of a module that has factors",
+        ),
     ),
 }
 
@@ -424,8 +445,8 @@ def test_the_warning_about_many_parameters_is_short_and_begins_with_their_number
     optimizer = torchium.KFAC(model)
     (message,) = train(model, optimizer, torch.randn(5, 4))
     assert message.startswith("KFAC preconditions 0 of 121 parameters")
-    assert "120 (OwnNorm: " in message
-    assert "1 (PReLU: table.weight)" in message
+    assert "120 (a parameter of OwnNorm, used outside of a module that has factors: " in message
+    assert "1 (PReLU has no Kronecker factors " in message
     assert len(message) < 1000
     assert len(optimizer.report()["fallback"]) == 121
 
