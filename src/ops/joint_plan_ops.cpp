@@ -181,16 +181,16 @@ void register_kfac_plan(torch::Library& m) {
            [](const Self& self, const c10::intrusive_ptr<ModuleCapture>& capture) {
              capture->hand_to(self);
            })
-      .def(
-          "declare",
-          [](const Self& self, const std::vector<int64_t>& rows) {
-            std::vector<optim::detail::DeclaredLayer> layers;
-            for (size_t i = 0; i + 7 < rows.size(); i += 8) {
-              layers.push_back({rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0,
-                                rows[i + 4], rows[i + 5] != 0, rows[i + 6] != 0, rows[i + 7] != 0});
-            }
-            self->declare(layers);
-          })
+      .def("declare",
+           [](const Self& self, const std::vector<int64_t>& rows) {
+             std::vector<optim::detail::DeclaredLayer> layers;
+             for (size_t i = 0; i + 8 < rows.size(); i += 9) {
+               layers.push_back({rows[i], rows[i + 1], rows[i + 2] != 0, rows[i + 3] != 0,
+                                 rows[i + 4], rows[i + 5] != 0, rows[i + 6] != 0, rows[i + 7] != 0,
+                                 rows[i + 8] != 0});
+             }
+             self->declare(layers);
+           })
       .def("has_warnings", [](const Self& self) { return self->has_warnings(); })
       .def("new_warnings",
            [](const Self& self, const std::string& optimizer,

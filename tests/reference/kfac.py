@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 Solver = Callable[[Tensor], Tensor]
@@ -26,6 +27,9 @@ class Sample(NamedTuple):
     words: Tensor | None = None  # looked up, without padding [L]
     h: Tensor | None = None  # gradients by what was looked up [L, a]
     calls: tuple[int, ...] | None = None  # positions of each call of the layer; None: one call
+    exchanged: bool = (
+        False  # of a transposed convolution: a is of output gradients, and g of inputs
+    )
 
 
 @dataclass
@@ -174,8 +178,11 @@ class ReferenceKFAC:
 def reduced(sample: Sample) -> Sample:
     """One position for each call: the mean of a and the sum of g (Eschenhagen et al. 2023)."""
     sizes = sample.calls or (sample.a.shape[1],)
-    a = torch.stack([part.mean(1) for part in sample.a.split(sizes, dim=1)], dim=1)
-    g = torch.stack([part.sum(1) for part in sample.g.split(sizes, dim=1)], dim=1)
+    of_inputs, of_gradients = (
+        (torch.sum, torch.mean) if sample.exchanged else (torch.mean, torch.sum)
+    )
+    a = torch.stack([of_inputs(part, 1) for part in sample.a.split(sizes, dim=1)], dim=1)
+    g = torch.stack([of_gradients(part, 1) for part in sample.g.split(sizes, dim=1)], dim=1)
     return sample._replace(a=a, g=g, calls=(1,) * len(sizes))
 
 
@@ -196,12 +203,17 @@ def fisher_blocks(samples: list[Sample], weight_sharing: str, with_bias: bool) -
 
 
 def factors(samples: list[Sample]) -> tuple[Tensor, Tensor]:
-    """A = sum a a^T / (N T) and G = sum g g^T / N; with lookups as in tied_factors, G a diagonal."""
+    """A = sum a a^T / (N T) and G = sum g g^T / N; with lookups as in tied_factors, G a diagonal.
+
+    Exchanged: A = sum a a^T / N, because it is of gradients, and G = sum g g^T / (N T).
+    """
     A, G, rows = 0.0, 0.0, 0
     for a, g, *_ in samples:
         A = A + torch.einsum("gti,gtj->gij", a, a)
         G = G + torch.einsum("gti,gtj->gij", g, g)
         rows += a.shape[1]
+    if samples[0].exchanged:
+        return A / len(samples), G / rows
     A, G = A / rows, G / len(samples)
     lookups = [(s.words, s.h) for s in samples if s.words is not None]
     if not lookups:
@@ -266,12 +278,14 @@ def floored(M: Tensor, eps: float) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The layer of each trained weight of Linear, Conv1d to Conv3d, Embedding and Conv1D of transformers.
+    """The layer of each trained weight of Linear, Conv1d to Conv3d, their transposed forms, Embedding and
+    Conv1D of transformers.
 
-    A bias shares the factors of its weight if the same modules have both, and it is trained.
+    A bias shares the factors of its weight if the same modules have both, it is trained, and the layer is
+    no transposed convolution.
     """
     owners: dict[Tensor, list[nn.Module]] = {}
-    kinds = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *NORMS)
+    kinds = (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, *NORMS)
     for module in model.modules():
         if isinstance(module, kinds) or is_transposed(module):
             for param in module.parameters():
@@ -284,6 +298,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
         elif weight is modules[0].weight and weight.requires_grad:
             bias = getattr(modules[0], "bias", None)
             joint = bias is not None and bias.requires_grad and owners[bias] == modules
+            joint = joint and not isinstance(modules[0], TRANSPOSED_CONVOLUTIONS)
             norm = isinstance(modules[0], NORMS)
             groups = weight.numel() if norm else getattr(modules[0], "groups", 1)
             transposed = is_transposed(modules[0])
@@ -309,6 +324,8 @@ def capture(
     """
     index = {layer.weight: i for i, layer in enumerate(layers)}
     captured: dict[int, list[Sample]] = {i: [] for i in range(len(layers))}
+    weights = [m.weight for m in model.modules() if isinstance(m, TRANSPOSED_CONVOLUTIONS)]
+    exchanged = {index[weight] for weight in weights}
     for x, y in batch:
         uses: list[tuple[nn.Module, Tensor, Tensor]] = []  # module, its input and its output
 
@@ -348,7 +365,8 @@ def capture(
             found = [torch.cat(side) for side in zip(*lookups.get(i, []), strict=True)]
             calls = tuple(a.shape[1] for a, _ in pairs)
             calls = (1,) * sum(calls) if layers[i].table else calls  # lookups are never reduced
-            captured[i].append(Sample(*sides, *found)._replace(calls=calls))
+            sample = Sample(*sides, *found)._replace(calls=calls, exchanged=i in exchanged)
+            captured[i].append(sample)
     return captured
 
 
@@ -364,6 +382,8 @@ def position_rows(
     module: nn.Module, a: Tensor, g: Tensor, with_bias: bool
 ) -> tuple[Tensor, Tensor]:
     """Input and output gradient of one use for one sample, as rows of positions."""
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+        return convolution_rows(module, g, a)
     if isinstance(module, CONVOLUTIONS):
         a, g = convolution_rows(module, a, g)
     else:
@@ -395,13 +415,18 @@ def norm_rows(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return rows.reshape(C, -1).mT[None], g.reshape(C, -1).mT[None]
 
 
-def convolution_rows(module: nn.Module, a: Tensor, g: Tensor) -> Sample:
-    """Patches [groups, T, c/groups * kernel] and gradients [groups, T, o/groups], T output pixels."""
+def convolution_rows(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Patches [groups, T, c/groups * kernel] and gradients [groups, T, o/groups], T output pixels.
+
+    Of a transposed convolution, from its output gradient a and its input g: T pixels of the input. Output
+    padding makes room for more windows, which no pixel has spread to.
+    """
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     a = nn.functional.pad(a, module._reversed_padding_repeated_twice, mode=mode)
     sizes = zip(module.stride, module.dilation, module.kernel_size, strict=True)
     for i, (stride, dilation, kernel) in enumerate(sizes, start=2):
         a = a.unfold(i, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+        a = a.narrow(i, 0, g.shape[i])
     dims = g.dim() - 2
     patches = a[0].unflatten(0, (module.groups, -1)).movedim(1, dims + 1)  # channels behind pixels
     patches = patches.flatten(1, dims).flatten(2)

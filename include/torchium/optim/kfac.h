@@ -208,15 +208,15 @@ struct TORCHIUM_API KFACReport {
   TORCHIUM_API friend std::ostream& operator<<(std::ostream& stream, const KFACReport& report);
 };
 
-/// K-FAC for linear layers, convolutions of one to three dimensions that are not transposed,
+/// K-FAC for linear layers, convolutions and transposed convolutions of one to three dimensions,
 /// embeddings, and layer, RMS, group and batch norms, as modules or as operators
 /// (CapturingOptimizer). Scale and shift of a norm have a 2 x 2 block of the Fisher matrix for each
 /// channel (unit-wise: Osawa et al. 2019, arXiv 1811.12019, section 4.2), in which the statistics
 /// of a batch count as constants. A weight may be [in, out], as in addmm(b, x, W), or also be an
-/// embedding table (a tied head). All others take steps of SGD with momentum: tables whose rows
-/// all samples share, such as those of positions [T]; parameters of other operators; weights that
-/// other operators use too; and parameters of recurrent and transformer layers. A warning counts
-/// them and names some; report() names all.
+/// embedding table (a tied head). The bias of a transposed convolution has no factors. All others
+/// take steps of SGD with momentum: tables whose rows all samples share, such as those of positions
+/// [T]; parameters of other operators; weights that other operators use too; and parameters of
+/// recurrent and transformer layers. A warning counts them and names some; report() names all.
 ///
 /// Calls of a layer in one backward pass are positions of the same samples: a batch that goes
 /// through the model in parts needs a backward() for each part. Dimension 0 of a layer's input

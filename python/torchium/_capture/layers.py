@@ -79,17 +79,7 @@ NORM_KINDS = frozenset(
     }
 )
 # Those that K-FAC preconditions.
-FACTOR_KINDS = NORM_KINDS | frozenset(
-    {
-        LayerKind.LINEAR,
-        LayerKind.EMBEDDING,
-        LayerKind.TRANSPOSED_LINEAR,
-        LayerKind.SELF_ATTENTION,
-        LayerKind.CONV1D,
-        LayerKind.CONV2D,
-        LayerKind.CONV3D,
-    }
-)
+FACTOR_KINDS = frozenset(LayerKind)
 
 
 _NORM_FORMULAS = {"rms_norm": LayerKind.RMS_NORM, "layer_norm": LayerKind.LAYER_NORM}
@@ -183,6 +173,10 @@ def _has_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
 def has_transposed_weight(module: nn.Module) -> bool:
     """Whether the weight of the layer is [in, out]."""
     return layer_kind(module) is LayerKind.TRANSPOSED_LINEAR
+
+
+def is_transposed_convolution(module: nn.Module) -> bool:
+    return layer_kind(module) is LayerKind.TRANSPOSED_CONV
 
 
 def why_unsupported(module: nn.Module, kinds: frozenset[LayerKind] = SAMPLE_KINDS) -> str | None:

@@ -64,10 +64,17 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
     an embedding too (a tied head). The input factor of an embedding is diagonal, the frequencies of its
     words; as the first dimension of its weight is that of the words, it is called G. Other parameters, and
     weights that are also used outside of their layers, take steps of SGD with momentum; a warning counts
-    them once, and :meth:`report` names them. Among them are tables whose rows samples share, as those of
-    positions :math:`[T]`, and transposed convolutions: no paper defines their factors, and the two ways to
-    write one as a linear layer with shared weights have different ones. Uses outside are looked for where
+    them once, and :meth:`report` names them with the reason. Among them are tables whose rows samples share, as
+    those of positions :math:`[T]`. Uses outside are looked for where
     factors are captured, and what is found holds until the next time.
+
+    A transposed convolution (``nn.ConvTranspose1d`` to ``nn.ConvTranspose3d``) has the weight
+    :math:`[in, out / groups, \dots]` of the convolution from its output to its input, and the gradient
+    :math:`\sum x\,p^\top` over the positions of its input :math:`x`, with :math:`p` the patch of the output
+    gradient that a position has spread to. So :math:`A` is that of :math:`p` and :math:`G` that of :math:`x`:
+    :math:`A = \sum p\,p^\top / N` and :math:`G = \sum x\,x^\top / (N T)`. Its bias has no row there, and falls
+    back.
+
     Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a layer in one backward
     pass are positions of the same samples: a batch that goes through the model in parts needs a
     ``backward()`` for each part. A warning names layers whose parts differ in size; parts of one size cannot be

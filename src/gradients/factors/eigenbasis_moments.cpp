@@ -83,8 +83,10 @@ void add_eigenbasis_moments_(at::Tensor& sum, const LayerCall& call, at::IntArra
     add_lookup_moments_(sum, call, basis.A);
     return;
   }
-  const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
-  const PositionSource source(call, weight, sum.scalar_type());
+  const LayerCall plain =
+      is_transposed_convolution(call) ? with_plain_weight(call, weight_shape, 0) : call;
+  const WeightGeometry weight = weight_geometry(plain, weight_shape, 0);
+  const PositionSource source(plain, weight, sum.scalar_type());
   for (int64_t first = 0; first < source.samples(); first += source.piece()) {
     const int64_t count = std::min(source.piece(), source.samples() - first);
     const Positions positions = source.of_samples(first, count);

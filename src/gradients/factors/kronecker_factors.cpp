@@ -133,29 +133,57 @@ void update_lookup_factors_(at::Tensor& A_sum, at::Tensor& counts, const LayerCa
   second_moment_(A_sum, h.mT(), {h.size(-1)}, accumulate, K);
 }
 
+// A call of with_plain_weight(), and what is added of it.
+struct PlainCall {
+  LayerCall call;
+  // Of a transposed convolution: the vectors A are those of output gradients, and G of inputs.
+  bool is_exchanged;
+  bool adds_A, adds_G;
+};
+
+PlainCall plain_call(const LayerCall& call, at::IntArrayRef weight_shape, UpdatedFactors updated) {
+  const bool both = updated == UpdatedFactors::kBoth;
+  PlainCall result{call, is_transposed_convolution(call), both, /*adds_G=*/true};
+  if (result.is_exchanged) {
+    result.call = with_plain_weight(call, weight_shape, 0);
+    result.adds_A = true;
+    result.adds_G = both;
+    if (call.input.is_cuda()) {  // operands_of(): the output gradient decides
+      at::Tensor& input = result.call.output_gradient;
+      input = input.to(call.output_gradient.scalar_type());
+    }
+  }
+  return result;
+}
+
 // One position per sample: the mean of the inputs and the sum of the output gradients.
-Positions reduced(const Positions& positions, at::ScalarType dtype) {
-  const bool has_inputs = positions.A.defined();
-  return {has_inputs ? positions.A.mean(2, /*keepdim=*/true, dtype) : at::Tensor(),
-          positions.G.sum(2, /*keepdim=*/true, dtype)};
+Positions reduced(const Positions& positions, bool is_exchanged, at::ScalarType dtype) {
+  const auto of = [&](const at::Tensor& vectors, bool is_input) {
+    return !vectors.defined() ? vectors
+           : is_input         ? vectors.mean(2, /*keepdim=*/true, dtype)
+                              : vectors.sum(2, /*keepdim=*/true, dtype);
+  };
+  return {of(positions.A, !is_exchanged), of(positions.G, is_exchanged)};
 }
 
 // Adds the moments of all positions of a call. Source: PositionSource or DevicePositions.
 template <typename Source>
 void update_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Source& source,
-                     const VectorOrder& order, bool accumulate, WeightSharing sharing,
-                     const StructuredSums& structured) {
+                     const PlainCall& plain, const VectorOrder& order, bool accumulate,
+                     WeightSharing sharing, const StructuredSums& structured) {
   for (int64_t first = 0; first < source.samples(); first += source.piece()) {
     const int64_t count = std::min(source.piece(), source.samples() - first);
     const Positions all = source.of_samples(first, count);
     const auto [A, G] = sharing == WeightSharing::kReduce && source.positions() > 1
-                            ? reduced(all, A_sum.scalar_type())
+                            ? reduced(all, plain.is_exchanged, A_sum.scalar_type())
                             : all;
     if (A.defined()) {
       second_moment_(A_sum, A.flatten(1, 2).mT(), order, accumulate || first > 0, structured.K);
     }
-    second_moment_(G_sum, G.flatten(1, 2).mT(), {G.size(-1)}, accumulate || first > 0,
-                   structured.C);
+    if (plain.adds_G) {
+      second_moment_(G_sum, G.flatten(1, 2).mT(), {G.size(-1)}, accumulate || first > 0,
+                     structured.C);
+    }
   }
 }
 
@@ -174,8 +202,8 @@ void check_kronecker_factors(const at::Tensor& A_sum, const at::Tensor& G_sum,
     check_lookup_factors(A_sum, G_sum, call, weight_shape, is_structured);
   } else {
     const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
-    check_factor(A_sum, "A_sum", weight.groups, weight.fan_in, /*with_bias=*/true, call.input,
-                 is_structured);
+    check_factor(A_sum, "A_sum", weight.groups, weight.fan_in,
+                 /*with_bias=*/!is_transposed_convolution(call), call.input, is_structured);
     check_factor(G_sum, "G_sum", weight.groups, weight.fan_out, /*with_bias=*/false, call.input,
                  is_structured);
   }
@@ -191,7 +219,6 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
   c10::NoGradGuard no_grad;
   check_kronecker_factors(A_sum, G_sum, call, weight_shape, structured != nullptr);
   const StructuredSums bases = structured == nullptr ? StructuredSums() : *structured;
-  const bool both = updated == UpdatedFactors::kBoth;
   if (call.input.numel() == 0) {
     if (!accumulate) {
       A_sum.zero_();
@@ -203,19 +230,20 @@ void update_kronecker_factors_(at::Tensor& A_sum, at::Tensor& G_sum, const Layer
     update_lookup_factors_(A_sum, G_sum, call, accumulate, updated, bases.K);
     return;
   }
-  const WeightGeometry weight = weight_geometry(call, weight_shape, 0);
+  const PlainCall plain = plain_call(call, weight_shape, updated);
+  const WeightGeometry weight = weight_geometry(plain.call, weight_shape, 0);
   const at::ScalarType dtype = A_sum.scalar_type();
-  if (has_device_positions(call, weight, dtype)) {
-    const bool has_A = both && sharing == WeightSharing::kExpand &&
-                       store_patch_moment(A_sum, call, weight, accumulate);
-    const DevicePositions source(call, weight, /*with_inputs=*/both && !has_A);
-    update_factors_(A_sum, G_sum, source, {weight.fan_in, source.pixels()}, accumulate, sharing,
-                    bases);
+  if (has_device_positions(plain.call, weight, dtype)) {
+    const bool has_A = plain.adds_A && sharing == WeightSharing::kExpand &&
+                       store_patch_moment(A_sum, plain.call, weight, accumulate);
+    const DevicePositions source(plain.call, weight, /*with_inputs=*/plain.adds_A && !has_A);
+    update_factors_(A_sum, G_sum, source, plain, {weight.fan_in, source.pixels()}, accumulate,
+                    sharing, bases);
     return;
   }
-  const PositionSource source(call, weight, dtype, /*keeps_16_bits=*/dtype == at::kFloat,
-                              /*with_inputs=*/both);
-  update_factors_(A_sum, G_sum, source, {weight.fan_in}, accumulate, sharing, bases);
+  const PositionSource source(plain.call, weight, dtype, /*keeps_16_bits=*/dtype == at::kFloat,
+                              /*with_inputs=*/plain.adds_A);
+  update_factors_(A_sum, G_sum, source, plain, {weight.fan_in}, accumulate, sharing, bases);
 }
 
 void add_lookup_factors_(at::Tensor& A_sum, at::Tensor& G_sum, int64_t rows,

@@ -12,7 +12,7 @@ namespace torchium::gradients::detail {
 // 2311.00636): one pair per position, or the mean of a and the sum of g over them.
 enum class WeightSharing { kExpand, kReduce };
 
-// kOfGradients: only G, or A of an embedding; needs accumulate.
+// kOfGradients: only G, or A of an embedding or a transposed convolution; needs accumulate.
 enum class UpdatedFactors { kBoth, kOfGradients };
 
 // Sums that may be block-diagonal or Toeplitz (linalg/products/structured_matrix.h). A Toeplitz
@@ -36,8 +36,15 @@ struct StructuredSums {
 // or [1, width] += sum of h h^T with h the gradient of a looked-up row. Lookups of padding_idx have
 // no gradient and count in neither. Indices must be in range.
 //
+// A transposed convolution, with a weight [in, out / groups, ...], swaps the two as well: its
+// weight is that of the convolution from its output to its input, and the gradient of a sample sums
+// x p^T over the positions of its input, with x the input and p the patch of the output gradient
+// that the position has been spread over. A_sum += sum of p p^T, and G_sum += sum of x x^T. It has
+// no row for a bias.
+//
 // With kReduce a linear layer or convolution adds one vector a, and one g, per sample: the mean and
-// the sum over its positions. Lookups are always expanded.
+// the sum over its positions (of x and p of a transposed convolution, too). Lookups are always
+// expanded.
 //
 // accumulate = false overwrites the sums, which need not be initialised. structured: null, for sums
 // that are matrices or diagonals.

@@ -66,6 +66,35 @@ void check_convolution(const LayerCall& call, at::IntArrayRef shape, size_t inde
       "; pass the (already padded) input, the gradient of the output and the layer's settings");
 }
 
+void check_transposed_convolution(const LayerCall& call, at::IntArrayRef shape,
+                                  at::IntArrayRef weight_shape, size_t index) {
+  check_settings(call, index);
+  const auto s = convolution_settings(call);
+  const auto in = call.input.sym_sizes();
+  const auto out = call.output_gradient.sym_sizes();
+  const size_t n = spatial_dims(call);
+  const size_t c = in.size() - n - 1;  // the dimension of the channels
+  bool fits = shape.size() == n + 2 && c <= 1 && shape[0] % s.groups == 0 && in[c] == shape[0] &&
+              out[c] == shape[1] * s.groups && (c == 0 || in[0] == out[0]);
+  for (size_t i = 0; fits && i < n; ++i) {
+    const auto windows = (in[c + 1 + i] - 1) * s.stride[i] + s.dilation[i] * (shape[2 + i] - 1) + 1;
+    fits = windows <= out[c + 1 + i] + 2 * s.padding[i];
+  }
+  TORCH_CHECK_VALUE(fits, "calls[", index, "]: a transposed ", name_of(call.kind),
+                    " with a weight of shape ", weight_shape, " and settings ",
+                    at::IntArrayRef(call.settings), " got inputs of shape ", in,
+                    " and output_gradients of shape ", out);
+}
+
+WeightGeometry convolution_geometry(at::IntArrayRef shape, int64_t groups) {
+  return {groups,
+          c10::multiply_integers(shape.begin() + 1, shape.end()),
+          shape[0] / groups,
+          shape[shape.size() - 2],
+          shape.back(),
+          shape.size() == 5 ? shape[2] : 1};
+}
+
 // The tensor with a leading sample dimension.
 at::Tensor batched(const LayerCall& call, const at::Tensor& image) {
   return image.dim() == static_cast<int64_t>(spatial_dims(call)) + 1 ? image.unsqueeze(0) : image;
@@ -113,20 +142,15 @@ WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_sha
     check_linear(call, weight_shape, call_index);
     return {1, weight_shape[1], weight_shape[0]};
   }
-  TORCH_CHECK_VALUE(is_convolution(call) && !is_transposed_convolution(call), "calls[", call_index,
-                    "] is a ", name_of(call.kind), " layer with settings ",
-                    at::IntArrayRef(call.settings),
-                    "; only linear layers and convolutions that are not transposed have Kronecker "
-                    "factors");
+  TORCH_CHECK_VALUE(is_convolution(call), "calls[", call_index, "] is a ", name_of(call.kind),
+                    " layer; only linear layers and convolutions have Kronecker factors");
   const std::vector<int64_t> shape = convolution_shape(call, weight_shape);
-  check_convolution(call, shape, call_index);
-  const int64_t groups = groups_of(call);
-  return {groups,
-          c10::multiply_integers(shape.begin() + 1, shape.end()),
-          shape[0] / groups,
-          shape[shape.size() - 2],
-          shape.back(),
-          shape.size() == 5 ? shape[2] : 1};
+  if (is_transposed_convolution(call)) {
+    check_transposed_convolution(call, shape, weight_shape, call_index);
+  } else {
+    check_convolution(call, shape, call_index);
+  }
+  return convolution_geometry(shape, groups_of(call));
 }
 
 LayerCall with_plain_weight(const LayerCall& call, at::IntArrayRef weight_shape,
@@ -140,24 +164,18 @@ LayerCall with_plain_weight(const LayerCall& call, at::IntArrayRef weight_shape,
     plain.settings[kTransposedWeight] = 0;
     return plain;
   }
-  check_settings(call, call_index);
+  const std::vector<int64_t> shape = convolution_shape(call, weight_shape);
+  check_transposed_convolution(call, shape, weight_shape, call_index);
   const size_t n = spatial_dims(call);
   const auto s = convolution_settings(call);
-  const std::vector<int64_t> shape = convolution_shape(call, weight_shape);
   // Only as much of the padded output as the windows of the inputs cover.
   at::Tensor windows = padded(batched(call, plain.input), s.padding);
   const at::Tensor x = batched(call, plain.output_gradient);
-  bool fits = shape.size() == n + 2;
-  for (size_t i = 0; fits && i < n; ++i) {
+  for (size_t i = 0; i < n; ++i) {
     const auto dim = static_cast<int64_t>(2 + i);
-    const int64_t length = (x.size(dim) - 1) * s.stride[i] + (shape[2 + i] - 1) * s.dilation[i] + 1;
-    fits = length <= windows.size(dim);
-    windows = fits ? windows.narrow(dim, 0, length) : windows;
+    windows = windows.narrow(
+        dim, 0, (x.size(dim) - 1) * s.stride[i] + (shape[2 + i] - 1) * s.dilation[i] + 1);
   }
-  TORCH_CHECK_VALUE(fits, "calls[", call_index, "]: a transposed ", name_of(call.kind),
-                    " with a weight of shape ", weight_shape, " and settings ",
-                    at::IntArrayRef(call.settings), " got inputs of shape ", call.input.sizes(),
-                    " and output_gradients of shape ", call.output_gradient.sizes());
   plain.input = windows;
   plain.output_gradient = x;
   std::fill_n(plain.settings.begin() + n, n, 0);  // the padding

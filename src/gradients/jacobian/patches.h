@@ -27,8 +27,9 @@ struct WeightGeometry {
 // ValueError, naming `call_index`, unless the tensors fit.
 LayerCall with_plain_weight(const LayerCall& call, at::IntArrayRef weight_shape, size_t call_index);
 
-// Raises ValueError, naming `call_index`, unless the call fits a weight of this shape.
-// Usable on tensors with symbolic sizes.
+// Raises ValueError, naming `call_index`, unless the call fits a weight of this shape. That of a
+// transposed convolution is [in, out / groups, ...]: fan_out counts its inputs. Usable on tensors
+// with symbolic sizes.
 WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_shape,
                                size_t call_index);
 

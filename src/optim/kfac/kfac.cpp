@@ -153,6 +153,9 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   if (records.is_joint_bias(param)) {
     return detail::fallback_reason("of_weight", "");
   }
+  if (records.is_lone_bias(param)) {
+    return detail::kLoneBias;
+  }
   return detail::fallback_reason("not_seen", place == nullptr ? "the model" : place->type);
 }
 

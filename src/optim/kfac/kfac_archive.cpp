@@ -112,7 +112,7 @@ bool has_curvature(const KFACParamState& state) {
 }  // namespace
 
 // One row per weight with factors: its position in all_params(), that of its bias (-1: none), and
-// whether the weight is [in, out].
+// its form: 1 for [in, out], 2 for that of a transposed convolution, otherwise 0.
 void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
   const auto params = all_params();
   const auto position = [&](const at::Tensor& param) -> int64_t {
@@ -125,8 +125,8 @@ void KFAC::save_more(torch::serialize::OutputArchive& archive) const {
     KFACParamState* state = state_of(params[i]);
     const auto* layer = plan().records().layer(params[i]);
     if (state != nullptr && has_curvature(*state) && layer != nullptr) {
-      rows.insert(rows.end(), {static_cast<int64_t>(i), position(layer->bias),
-                               static_cast<int64_t>(layer->is_transposed)});
+      const int64_t form = layer->is_transposed_convolution ? 2 : layer->is_transposed ? 1 : 0;
+      rows.insert(rows.end(), {static_cast<int64_t>(i), position(layer->bias), form});
     }
   }
   archive.write("layers", at::tensor(rows, at::kLong).view({-1, 3}), /*is_buffer=*/true);
@@ -152,8 +152,9 @@ std::function<void()> KFAC::read_more(torch::serialize::InputArchive& archive) {
       if (state != nullptr && has_curvature(*state)) {
         layers.push_back({.weight = row[i][0],
                           .bias = row[i][1],
-                          .is_transposed = row[i][2] != 0,
-                          .is_unitwise = state->fisher_blocks().defined()});
+                          .is_transposed = row[i][2] == 1,
+                          .is_unitwise = state->fisher_blocks().defined(),
+                          .is_transposed_convolution = row[i][2] == 2});
       }
     }
     plan().declare(layers);

@@ -139,7 +139,9 @@ void KfacPlan::add_to_sums(gradients::detail::LayerCall call, const CurvatureCol
         g.to(state_dtype(weight.param)) / loss_scale_.to(g.device(), /*non_blocking=*/true);
   }
   FactorLayer seen;
-  seen.bias = call.bias < 0 ? at::Tensor() : param(call.bias);
+  seen.is_transposed_convolution = gradients::detail::is_transposed_convolution(call);
+  (seen.is_transposed_convolution ? seen.lone_bias : seen.bias) =
+      call.bias < 0 ? at::Tensor() : param(call.bias);
   seen.is_transposed = gradients::detail::has_transposed_weight(call);
   seen.groups = gradients::detail::groups_of(call);
   records_.record(weight, call, seen, column);
@@ -159,6 +161,7 @@ void KfacPlan::declare(const std::vector<DeclaredLayer>& layers) {
     layer.groups = each.groups;
     layer.bias = each.bias < 0 ? at::Tensor() : param(each.bias);
     layer.is_transposed = each.is_transposed;
+    layer.is_transposed_convolution = each.is_transposed_convolution;
     layer.is_tied = each.is_tied;
     layer.is_table = each.is_table;
     layer.is_unitwise = each.is_unitwise;

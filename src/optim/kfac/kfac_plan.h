@@ -41,6 +41,7 @@ struct DeclaredLayer {
   bool is_table = false;     // only looked up
   bool falls_back = false;   // has no factors
   bool is_unitwise = false;  // of a norm
+  bool is_transposed_convolution = false;
 };
 
 class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {

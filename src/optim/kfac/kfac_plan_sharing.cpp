@@ -137,7 +137,7 @@ void KfacPlan::add_layers(distributed::StepFindings& findings) {
     if (each.sums != nullptr) {
       const FactorSums& sums = *each.sums;
       counts.add(sums.samples()).add(sums.rows);
-      hash.add(int64_t{sums.A_is_of_gradients});
+      hash.add(int64_t{sums.A_is_of_gradients}).add(int64_t{sums.is_of_table});
       for (const at::Tensor& tensor :
            {sums.A, sums.G, sums.blocks, sums.moments, sums.lookup_A, sums.lookup_counts}) {
         add_sizes(hash, tensor);

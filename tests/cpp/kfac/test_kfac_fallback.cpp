@@ -2,6 +2,8 @@
 #include "kfac_testing.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 namespace torchium::testing {
 namespace {
@@ -224,6 +226,32 @@ TEST(Kfac, FallsBackWithinRecurrentLayers) {
   expect_contains(warnings.text,
                   "(LSTM has no Kronecker factors (its weights are not linear layers of modules): "
                   "layer.weight_ih_l0, ");
+}
+
+// Treatment and detail of each parameter.
+std::map<std::string, std::string> treatments_of(const KFAC& optimizer) {
+  std::map<std::string, std::string> result;
+  for (const auto& [name, treatment, detail] : optimizer.report().parameters) {
+    result[name] = treatment + ": " + detail;
+  }
+  return result;
+}
+
+TEST(Kfac, FallsBackForTheBiasOfATransposedConvolution) {
+  nn::Sequential model(nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 6, 3).groups(2).stride(2)),
+                       nn::Tanh(), nn::Flatten(), nn::Linear(6 * 5 * 5, 3));
+  KFAC optimizer(*model, KFACOptions(0.1));
+  const Warnings warnings;
+  for (int step = 0; step < 2; ++step) {
+    optimizer.zero_grad();
+    cross_entropy(model->forward(torch::randn({6, 4, 2, 2})), torch::randint(3, {6}, torch::kLong))
+        .backward();
+    optimizer.step();
+  }
+  const auto treatments = treatments_of(optimizer);
+  EXPECT_EQ(treatments.at("0.weight"), "factors: 2 groups with A 27, G 2");
+  EXPECT_EQ(treatments.at("0.bias"),
+            "fallback: the bias of a transposed convolution, whose factors have no row for it");
 }
 
 TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {

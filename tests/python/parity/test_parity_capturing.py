@@ -120,6 +120,17 @@ def volumes() -> nn.Module:
     )  # fmt: skip
 
 
+def decoder() -> nn.Module:
+    """As that of DCGAN: from a code to three images, of which the classes are the means."""
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.Unflatten(1, (4, 1, 2)),
+        nn.ConvTranspose2d(4, 4, (3, 2), stride=2, padding=(1, 0), output_padding=1, groups=2),
+        nn.GroupNorm(2, 4), nn.ReLU(inplace=True),
+        nn.ConvTranspose2d(4, 3, 4, stride=2, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )  # fmt: skip
+
+
 def batch_norms() -> nn.Module:
     """With the statistics of the batch, and with running ones."""
     model = nn.Sequential(
@@ -134,6 +145,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "mlp": (mlp, lambda seed: torch.randn(BATCH, 5, generator=generator(seed))),
     "convnet": (convnet, lambda seed: torch.randn(BATCH, 2, 6, 6, generator=generator(seed))),
     "signals": (signals, lambda seed: torch.randn(BATCH, 2, 6, generator=generator(seed))),
+    "decoder": (decoder, lambda seed: torch.randn(BATCH, 5, generator=generator(seed))),
     "volumes": (volumes, lambda seed: torch.randn(BATCH, 2, 4, 4, 3, generator=generator(seed))),
     "words": (Words, lambda seed: torch.randint(6, (BATCH, 3), generator=generator(seed))),
     "positions": (Positions, lambda seed: torch.randint(6, (BATCH, 3), generator=generator(seed))),

@@ -18,6 +18,7 @@ from ..._capture.layers import (
     has_known_class,
     has_transposed_weight,
     is_compiled_by_jit,
+    is_transposed_convolution,
     layer_kind,
     layer_params,
     may_be_layer,
@@ -93,6 +94,7 @@ class FactorCapture(Capture):
             rows += [int(has_transposed_weight(owner)), int(any(lookups))]
             rows += [getattr(owner, "groups", 1), int(all(lookups))]
             rows += [int(not has_factors), int(layer_kind(owner) in NORM_KINDS)]
+            rows += [int(is_transposed_convolution(owner))]
             if not has_factors or self._is_used_outside(weight, now[2]):
                 excluded.append(i)
         plan.core.declare(rows)
@@ -134,8 +136,12 @@ class FactorCapture(Capture):
             return reason_of("norm")
         if len({has_transposed_weight(module) for module in self.owners[weight]}) > 1:
             return reason_of("both_ways")
+        if len({is_transposed_convolution(module) for module in self.owners[weight]}) > 1:
+            return reason_of("convolved")
         if len({getattr(module, "groups", 1) for module in self.owners[weight]}) > 1:
             return reason_of("groups")
+        if param is not weight and is_transposed_convolution(owners[0]):
+            return reason_of("lone_bias")
         bias = self.joint_bias(weight)
         if param is not weight and param is not bias:
             return reason_of("other_bias")
@@ -149,7 +155,8 @@ class FactorCapture(Capture):
     def joint_bias(self, weight: Tensor) -> Tensor | None:
         """The bias that shares the weight's factors: all its layers have the same one."""
         layers = [module for module in self.owners[weight] if not isinstance(module, nn.Embedding)]
-        bias = layer_params(layers[0])[1] if layers else None
+        has_row = layers and not is_transposed_convolution(layers[0])
+        bias = layer_params(layers[0])[1] if has_row else None
         if bias is None or bias not in self._params or not bias.requires_grad:
             return None
         return bias if set(self.owners[bias]) == set(layers) else None

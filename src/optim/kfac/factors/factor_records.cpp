@@ -16,8 +16,6 @@ using gradients::detail::StructuredSums;
 using gradients::detail::UpdatedFactors;
 using gradients::detail::WeightSharing;
 
-constexpr const char* kTransposedConvolution = "weight of a transposed convolution";
-
 namespace {
 
 // Its values are not set.
@@ -88,6 +86,11 @@ const at::TensorImpl* FactorRecords::weight_beside(const at::Tensor& bias) const
   return found == layers_.end() ? nullptr : found->first;
 }
 
+bool FactorRecords::is_lone_bias(const at::Tensor& param) const {
+  return std::any_of(layers_.begin(), layers_.end(),
+                     [&](const auto& entry) { return param.is_same(entry.second.lone_bias); });
+}
+
 FactorLayout FactorRecords::layout(const FactorWeight& weight, const FactorLayer& layer) const {
   FactorLayout layout;
   if (weight.A.defined() && weight.G.defined() && factors_fit(weight.param, weight.A, weight.G)) {
@@ -139,8 +142,8 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   }
   if (layer.is_transposed != seen.is_transposed || (layer.is_transposed && layer.is_tied)) {
     layer.problem = kUsedBothWays;
-  } else if (is_transposed_convolution(call)) {
-    layer.problem = kTransposedConvolution;
+  } else if (layer.is_transposed_convolution != seen.is_transposed_convolution) {
+    layer.problem = kConvolvedBothWays;
   } else if (layer.is_unitwise) {
     layer.problem = kNormAndOther;
   }
@@ -153,6 +156,7 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
   if (is_first) {
     sums.A = empty_sum(weight.param, layout.sizes_A(weight.param));
     sums.G = empty_sum(weight.param, layout.sizes_G(weight.param));
+    sums.A_is_of_gradients = layer.is_transposed_convolution;
   }
   const at::Tensor matrix = layout.matrix(weight.param);
   const StructuredSums structured = structured_sums(weight);
@@ -174,9 +178,10 @@ void FactorRecords::record_product(const FactorWeight& weight, const LayerCall& 
     return;
   }
   sums.count_samples(call, column);
+  const at::Tensor& of_rows = sums.A_is_of_gradients ? call.input : call.output_gradient;
   sums.rows += weight.sharing == WeightSharing::kReduce
                    ? gradients::detail::samples_of(call).expect_int()
-                   : call.output_gradient.numel() / matrix.size(0);
+                   : of_rows.numel() / matrix.size(0);
 }
 
 void FactorRecords::record_lookup(const FactorWeight& weight, const LayerCall& call,
@@ -267,7 +272,7 @@ void FactorRecords::settle_tables(bool is_shared) {
       sums.G = sums.G / sums.G.sum().clamp_min(1);
     }
     sums.rows = 1;
-    sums.A_is_of_gradients = true;
+    sums.is_of_table = sums.A_is_of_gradients = true;
   }
 }
 

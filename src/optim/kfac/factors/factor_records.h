@@ -31,7 +31,9 @@ struct FactorSums {
   // Kept with the first sum G of a linear layer, because a later call may show that the weight is a
   // table.
   at::Tensor G_diagonal;
-  bool A_is_of_gradients = false;  // of a table: G has the frequencies of the words
+  bool is_of_table = false;  // G has the frequencies of the words
+  // Of a table or a transposed convolution: G is of inputs.
+  bool A_is_of_gradients = false;
   // Of lookups (gradients/factors/kronecker_factors.h); undefined: none.
   at::Tensor lookup_A;
   at::Tensor lookup_counts;
@@ -42,7 +44,7 @@ struct FactorSums {
   at::Tensor blocks;
   // By backward pass. Products of one pass have the same samples.
   std::map<int64_t, int64_t> samples_of_pass;
-  int64_t rows = 0;  // vectors a in the sum A
+  int64_t rows = 0;  // vectors of inputs in the sum A, or of a transposed convolution in G
   // Samples of two calls of one pass, if they have differed: perhaps the batch went through the
   // model in parts, which count as positions of the same samples.
   std::optional<std::pair<int64_t, int64_t>> different_samples;
@@ -60,13 +62,15 @@ struct FactorSums {
 
 // A layer, from the first call of its weight.
 struct FactorLayer {
-  at::Tensor bias;  // shares the factors; undefined: none does
+  at::Tensor bias;       // shares the factors; undefined: none does
+  at::Tensor lone_bias;  // of a transposed convolution, whose A has no row for it
   int64_t groups = 1;
-  bool is_transposed = false;  // the weight is [in, out]
-  bool is_tied = false;        // the weight is an embedding table, perhaps too
-  bool is_table = false;       // it is that alone
-  bool is_unitwise = false;    // the weight is the scale of a norm
-  std::string problem;         // why the weight has no factors; empty: it has
+  bool is_transposed = false;              // the weight is [in, out]
+  bool is_transposed_convolution = false;  // the weight is [in, out / groups, ...]
+  bool is_tied = false;                    // the weight is an embedding table, perhaps too
+  bool is_table = false;                   // it is that alone
+  bool is_unitwise = false;                // the weight is the scale of a norm
+  std::string problem;                     // why the weight has no factors; empty: it has
 };
 
 // A weight, its factors in the state (A and G, or K and C; undefined: none), the largest order of a
@@ -115,6 +119,8 @@ class FactorRecords {
   FactorLayout layout(const FactorWeight& weight, const FactorLayer& layer) const;
   // The weight of the layer with this bias; null: none.
   const at::TensorImpl* weight_beside(const at::Tensor& bias) const;
+  // Whether the parameter is the bias of a transposed convolution.
+  bool is_lone_bias(const at::Tensor& param) const;
   // Whether the parameter is the bias of a layer.
   bool is_joint_bias(const at::Tensor& param) const { return weight_beside(param) != nullptr; }
   bool has_sums(const at::Tensor& weight) const {

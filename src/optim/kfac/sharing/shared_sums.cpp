@@ -62,10 +62,10 @@ void divide(FactorSums& sums, const at::Tensor& count) {
   for (const at::Tensor& tensor : sums.of_gradients()) {
     tensor.div_(count[0]);
   }
-  if (sums.A_is_of_gradients) {
+  if (sums.is_of_table) {
     sums.G.div_(sums.G.sum().clamp_min(1));
   } else if (!sums.blocks.defined()) {
-    sums.A.div_(count[1]);
+    (sums.A_is_of_gradients ? sums.G : sums.A).div_(count[1]);
   }
   if (sums.lookup_A.defined()) {
     gradients::detail::add_lookup_factors_(sums.A, sums.G, /*rows=*/1, sums.lookup_A,
@@ -88,7 +88,7 @@ void sum_over_ranks(const distributed::Communicator& ranks, const std::vector<Fa
   std::vector<at::Scalar> weights;
   for (FactorSums* sums : layers) {
     append(all, others(*sums));
-    if (same_counts && !sums->A_is_of_gradients && !sums->lookup_A.defined()) {
+    if (same_counts && !sums->is_of_table && !sums->lookup_A.defined()) {
       append(all, sums->of_gradients());
       sums->ranks = ranks.size();
       continue;

@@ -237,7 +237,7 @@ def workers_alone_keep_inverses(ranks: int) -> None:
         count = torch.tensor([len(own)], device=device())
         dist.all_reduce(count)
         kept[fraction] = count.item()
-    layers = 4  # besides the norm
+    layers = 5  # besides the norm
     assert kept[1.0] == layers * ranks
     assert kept[0.01] == layers
     assert layers <= kept[0.5] <= layers * 2

@@ -20,15 +20,19 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(2, 4, 3, groups=2)
+        self.transposed = nn.ConvTranspose2d(4, 4, 3, padding=1, groups=2, bias=False)
         self.norm = nn.GroupNorm(2, 4)
         self.words = nn.Embedding(7, 4)
         self.hidden = nn.Linear(36, 4)
         self.out = nn.Linear(8, 3, bias=False)
         self.scale = nn.Parameter(torch.ones(3))
 
+    def features(self, images: Tensor) -> Tensor:
+        return self.norm(self.transposed(self.convolution(images).tanh())).tanh().flatten(1)
+
     def forward(self, images: Tensor, words: Tensor) -> Tensor:
-        features = self.norm(self.convolution(images)).tanh().flatten(1)
-        joined = torch.cat([self.hidden(features).tanh(), self.words(words).mean(1)], 1)
+        hidden = self.hidden(self.features(images)).tanh()
+        joined = torch.cat([hidden, self.words(words).mean(1)], 1)
         return self.out(joined) * self.scale
 
 

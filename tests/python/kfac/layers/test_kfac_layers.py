@@ -55,6 +55,19 @@ class TwoBiases(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+class ConvolvedBothWays(nn.Module):
+    """An autoencoder with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv1d(1, 2, 2, bias=False), nn.ConvTranspose1d(2, 1, 2, bias=False)
+        self.b.weight = self.a.weight
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.b(torch.tanh(self.a(x[:, None])))[:, 0])
+
+
 class TwoGroupings(nn.Module):
     def __init__(self):
         super().__init__()
@@ -176,11 +189,11 @@ FALLBACK = {
         lambda: nn.Sequential(
             nn.Unflatten(1, (2, 2)), nn.ConvTranspose1d(2, 2, 2), nn.Flatten(), nn.Linear(6, 3)
         ),
-        dict.fromkeys(
-            ["1.weight", "1.bias"],
-            "ConvTranspose1d has no Kronecker factors (it is no linear layer, convolution, embedding or "
-            "norm)",
-        ),
+        {"1.bias": "the bias of a transposed convolution, whose factors have no row for it"},
+    ),
+    "convolved_both_ways": (
+        ConvolvedBothWays,
+        dict.fromkeys(["a.weight"], "used by a convolution and by a transposed one"),
     ),
     "unknown_module": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 3)),

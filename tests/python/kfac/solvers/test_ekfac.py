@@ -52,12 +52,32 @@ def pooled_convolutions() -> nn.Module:
     )
 
 
+def pooled_deconvolutions() -> nn.Module:
+    """Groups, output padding, dilation, stride and padding, and patches of few elements."""
+    return nn.Sequential(
+        nn.ConvTranspose2d(2, 4, (2, 3), stride=(2, 1), output_padding=(1, 0), groups=2),
+        nn.Tanh(),
+        nn.ConvTranspose2d(4, 2, (2, 3), dilation=(1, 2), padding=(0, 1), bias=False),
+        nn.Tanh(),
+        nn.AdaptiveAvgPool2d((1, 2)),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+
+
+SMALLER = {
+    "convolutions": (pooled_convolutions, (2, 6, 7)),
+    "deconvolutions": (pooled_deconvolutions, (2, 3, 4)),
+}
+
+
 def trained_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
-    if name != "convolutions":
+    if name not in SMALLER:
         return make_model(name)
+    make, shape = SMALLER[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return pooled_convolutions().double(), (2, 6, 7)
+        return make().double(), shape
 
 
 def layer_state(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
@@ -72,7 +92,8 @@ def bases_of(state: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
 @ignore_fallback
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    "name", ["mlp", "repeated", "tied_head", "sequences", "convolutions", "transposed"]
+    "name",
+    ["mlp", "repeated", "tied_head", "sequences", "convolutions", "transposed", "deconvolutions"],
 )
 def test_training_follows_the_reference(name, options, device):
     model, shape = trained_model(name)

@@ -291,6 +291,58 @@ def volumes() -> nn.Module:
     )
 
 
+def deconvolutions() -> nn.Module:
+    """From a code to an image: groups, output padding, dilation, and biases, which fall back."""
+    return nn.Sequential(
+        nn.Linear(4, 12),
+        nn.Unflatten(1, (4, 1, 3)),
+        nn.ConvTranspose2d(4, 6, (2, 3), stride=2, groups=2, output_padding=(1, 0)),
+        nn.Tanh(),
+        nn.ConvTranspose2d(6, 2, 3, stride=(1, 2), padding=(1, 2), dilation=(1, 2), bias=False),
+        nn.Tanh(),
+        nn.Conv2d(2, 3, 3),
+        nn.Flatten(2),
+        Mean(),
+    )
+
+
+class Mean(nn.Module):
+    """Over the pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(2)
+
+
+def deconvolved_signals() -> nn.Module:
+    return nn.Sequential(
+        nn.ConvTranspose1d(2, 3, 4, stride=3, padding=2, output_padding=2),
+        nn.Tanh(),
+        nn.ConvTranspose1d(3, 2, 1, bias=False),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+
+
+def deconvolved_volumes() -> nn.Module:
+    return nn.Sequential(
+        nn.ConvTranspose3d(2, 4, (1, 2, 3), padding=(0, 1, 1), stride=(1, 2, 1), groups=2),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+
+
+class Deconvolved(nn.Module):
+    """A transposed convolution that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.ConvTranspose2d(2, 2, 2), nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.up(x.view(-1, 2, 1, 2)))
+        return self.out(torch.tanh(self.up(x)).flatten(1))
+
+
 # name -> the model, the shape of a sample
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: mlp(4, 6, 5, 3), (4,)),
@@ -303,6 +355,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "signals": (signals, (2, 7)),
     "volumes": (volumes, (2, 4, 5, 3)),
     "transposed": (Transposed, (4,)),
+    "deconvolutions": (deconvolutions, (4,)),
+    "deconvolved_signals": (deconvolved_signals, (2, 3)),
+    "deconvolved_volumes": (deconvolved_volumes, (2, 2, 3, 2)),
+    "deconvolved": (Deconvolved, (4,)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {"lr": 0.05},
@@ -376,7 +432,11 @@ def test_training_follows_the_reference(name, options, split, device):
 @ignore_fallback
 @pytest.mark.parametrize(
     ("name", "sizes", "split"),
-    in_turn(["mlp", "tied", "tied_head", "convolutions"], [(4, 4), (1, 5, 2), (8,)], SPLITS),
+    in_turn(
+        ["mlp", "tied", "tied_head", "convolutions", "deconvolutions"],
+        [(4, 4), (1, 5, 2), (8,)],
+        SPLITS,
+    ),
 )
 def test_micro_batches_equal_one_batch(name, sizes, split, device):
     """Each brings its share of the mean loss, in a separate backward pass."""
@@ -403,7 +463,7 @@ def factors_of(optimizer: torchium.KFAC) -> list[Tensor]:
 
 
 @ignore_fallback
-@pytest.mark.parametrize("name", ["mlp", "repeated", "tied_head", "convolutions"])
+@pytest.mark.parametrize("name", ["mlp", "repeated", "tied_head", "convolutions", "deconvolutions"])
 def test_a_sum_has_the_factors_of_the_mean(name, device):
     """batch_averaged states which of the two the loss is."""
     results = []
