@@ -118,6 +118,9 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   /// the direction in every step (KAISA: Pauloski et al. 2021, arXiv 2107.01739). ekfac needs 1. In
   /// the defaults of the optimizer alone, and not saved.
   TORCH_ARG(double, grad_worker_fraction) = 1.0;
+  /// Regular expressions: layers with one in their name ("encoder\\.0") or type ("Linear") have no
+  /// factors, and take steps of SGD with momentum. Set in the defaults alone.
+  TORCH_ARG(std::vector<std::string>, skip_layers) = {};
 
  private:
   std::shared_ptr<const distributed::Communicator> ranks_;
@@ -289,6 +292,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   std::optional<StateMap> whole_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
+  virtual std::vector<std::string> skip_layers_of(const Options& options) const;
   bool is_watched(const at::Tensor& param) const override;
   bool captures_next() override;
   bool takes_batch_norm() const override { return true; }
@@ -300,6 +304,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
  private:
   KFACParamState* state_of(const at::Tensor& param) const;
   detail::KfacPlan& plan() const;
+  bool is_skipped(const at::Tensor& param) const;
   std::string why_not(const at::Tensor& param) const;
 };
 

@@ -54,6 +54,7 @@ struct TORCHIUM_API KFACPreconditionerOptions : public OptionsOf<KFACPreconditio
   KFACPreconditionerOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
   const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
   TORCH_ARG(double, grad_worker_fraction) = 1.0;
+  TORCH_ARG(std::vector<std::string>, skip_layers) = {};
 
  private:
   std::shared_ptr<const distributed::Communicator> ranks_;
@@ -94,6 +95,7 @@ class TORCHIUM_API KFACPreconditioner : public KFAC {
   void check_together(const std::vector<const Options*>& groups) const override;
   void follow_schedules() override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
+  std::vector<std::string> skip_layers_of(const Options& options) const override;
   std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   const char* name() const override { return "KFACPreconditioner"; }
 };

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
-from ._core.factors import FactorCapture
+from ._core.factors import FactorCapture, SkippedLayers, checked_skip_layers
 from ._core.options import OptionList
 from ._core.plan import JointPlan
 from ._core.process_groups import Consolidating
@@ -216,6 +216,10 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
             ranks, in (0, 1]. 1: all; inverses are sent when they are due, and nothing else. 1 / :math:`W`: one
             rank, which sends the direction in every step (KAISA: Pauloski et al. 2021,
             `arXiv:2107.01739 <https://arxiv.org/abs/2107.01739>`_). ``ekfac=True`` needs 1 (default: 1.0).
+        skip_layers (list): layers without factors, whose parameters take steps of SGD with momentum: regular
+            expressions, of which one is found in the name of the layer (``"head"``) or of its class
+            (``"Conv"``), and classes of modules. Names are those in the model; without a model, those in
+            the module that runs (default: none).
 
     Raises:
         ValueError: an option is out of its range or, where it must not, differs between groups; a
@@ -244,6 +248,7 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
     _PLAN = "KfacPlan"
     _PART = "the inverses of some layers"
     _capture: FactorCapture
+    _skip_layers: SkippedLayers
 
     def __init__(
         self,
@@ -275,8 +280,10 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         graphs: str | bool = "auto",
         process_group: ProcessGroup | None = None,
         grad_worker_fraction: float = 1.0,
+        skip_layers: Iterable[str | type[nn.Module]] = (),
     ) -> None:
         options = self._OPTIONS.given(locals())
+        self._skip_layers = checked_skip_layers(skip_layers)
         self._grad_worker_fraction = checked_fraction(grad_worker_fraction, ekfac)
         super().__init__(params_or_model, options, grad_scaler, process_group)
 
@@ -443,7 +450,7 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
     # ---- capture
 
     def _init_capture(self) -> None:
-        self._capture = FactorCapture(self._wants, self._loss_scale)
+        self._capture = FactorCapture(self._wants, self._loss_scale, self._skip_layers)
 
     def _record_curvature(self, outputs: Tensor, *loss: Any) -> None:
         self._capture.record_curvature(outputs, *loss)
@@ -486,7 +493,15 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         return plan
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_grad_worker_fraction": self._grad_worker_fraction}
+        return {
+            **super().__getstate__(),
+            "_grad_worker_fraction": self._grad_worker_fraction,
+            "_skip_layers": self._skip_layers,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._skip_layers = state.setdefault("_skip_layers", ())  # the capture needs it
+        super().__setstate__(state)
 
     def _forget_derived(self) -> None:
         super()._forget_derived()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ._core.amp import found_non_finite, has_unscaled
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
+from ._core.factors import checked_skip_layers
 from ._core.keywords import unexpected_keyword
 from ._core.options import OptionList
 from .kfac import KFAC, checked_fraction
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _REMEDIES = {
     "compute_method": 'use damping_split="exact" for EIGEN, "plain" or "pi" for INVERSE',
     "accumulation_steps": "leave it out, and divide the loss of each micro-batch by their number",
-    "skip_layers": "pass the parameters of the other layers instead of the model",
     "inv_dtype": "leave it out: inverses are float32 (float64 for float64 parameters)",
     "assignment_strategy": 'leave it out: layers are assigned as by "compute"',
     "colocate_factors": "leave it out: both factors of a layer belong to one rank",
@@ -110,6 +110,8 @@ class KFACPreconditioner(KFAC):
             one is used (default: None).
         process_group (ProcessGroup, optional): as for :class:`KFAC` (default: None).
         grad_worker_fraction (float): as for :class:`KFAC` (default: 1.0).
+        skip_layers (list): as for :class:`KFAC`, and as that of kfac-pytorch: their gradients stay as they are
+            (default: none).
 
     Raises:
         TypeError: an unknown keyword; for those of kfac-pytorch the message has what to use instead.
@@ -155,6 +157,7 @@ class KFACPreconditioner(KFAC):
         grad_scaler: GradScaler | None = None,
         process_group: ProcessGroup | None = None,
         grad_worker_fraction: float = 1.0,
+        skip_layers: Iterable[str | type[nn.Module]] = (),
         **unknown: Any,
     ) -> None:
         for name in unknown:
@@ -162,6 +165,7 @@ class KFACPreconditioner(KFAC):
                 type(self).__name__, name, self._OPTIONS.names, _REMEDIES.get(name, "")
             )
         options = self._OPTIONS.given(locals())
+        self._skip_layers = checked_skip_layers(skip_layers)
         self._grad_worker_fraction = checked_fraction(grad_worker_fraction, ekfac)
         CapturingOptimizer.__init__(self, params_or_model, options, grad_scaler, process_group)
 

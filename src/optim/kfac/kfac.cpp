@@ -5,6 +5,7 @@
 #include "optim/kfac/fallback_reasons.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
+#include "optim/kfac/skipped_layers.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -35,6 +36,7 @@ void KFAC::check_options(const Options& options) const {
   const auto& own = detail::options_as<KFACOptions>(options, "KFAC");
   detail::check_options(own);
   detail::check_grad_workers(own.grad_worker_fraction(), own.ekfac());
+  detail::check_skip_layers(own.skip_layers());
 }
 
 void KFAC::follow_schedules() {
@@ -45,7 +47,7 @@ void KFAC::check_together(const std::vector<const Options*>& groups) const {
   CapturingOptimizer::check_together(groups);
   // follow_schedules() compares the values of functions, which a new group does not have yet.
   detail::check_same_in_all<KFACOptions>("KFAC", groups, /*compares_functions=*/false);
-  check_same_grad_workers<KFACOptions>(defaults(), groups);
+  check_as_in_defaults<KFACOptions>(defaults(), groups);
   for (const auto g : c10::irange(groups.size())) {
     const auto& options = detail::options_as<KFACOptions>(*groups[g], "KFAC");
     TORCH_CHECK_VALUE(
@@ -96,9 +98,24 @@ std::shared_ptr<const distributed::Communicator> KFAC::ranks_of(const Options& o
 
 detail::KfacPlan& KFAC::plan() const { return static_cast<detail::KfacPlan&>(joint_plan()); }
 
+std::vector<std::string> KFAC::skip_layers_of(const Options& options) const {
+  return detail::options_as<KFACOptions>(options, "KFAC").skip_layers();
+}
+
+bool KFAC::is_skipped(const at::Tensor& param) const {
+  const auto* place = layers().find(param);
+  const size_t end = place == nullptr ? 0 : place->name.rfind('.');
+  return place != nullptr &&
+         detail::is_skipped_layer(skip_layers_of(defaults()),
+                                  end == std::string::npos ? "" : place->name.substr(0, end),
+                                  place->type);
+}
+
 bool KFAC::is_watched(const at::Tensor& param) const {
   const auto* place = layers().find(param);
-  return place == nullptr || place->samples != gradients::detail::SampleDimension::kHidden;
+  const bool is_hidden =
+      place != nullptr && place->samples == gradients::detail::SampleDimension::kHidden;
+  return !is_hidden && !is_skipped(param);
 }
 
 bool KFAC::captures_next() {
@@ -137,6 +154,9 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   const auto* place = layers().find(param);
   const detail::FactorRecords& records = plan().records();
   const detail::FactorLayer* layer = records.layer(param);
+  if (is_skipped(param)) {
+    return detail::fallback_reason("skipped", "");
+  }
   if (place != nullptr && place->is_unsupported) {
     const bool is_recurrent = place->samples == gradients::detail::SampleDimension::kHidden;
     return detail::fallback_reason(is_recurrent ? "recurrent" : "layer", place->type);

@@ -50,16 +50,22 @@ auto option_fields(Options& o) {
 // one. name_of_TInv: of that option in the caller's list.
 void check_inverse_free(const KFACOptions& options, const char* name_of_TInv = "TInv");
 
-// Throws c10::ValueError for a parameter group with a grad_worker_fraction of its own.
+// Throws c10::ValueError for a parameter group with a grad_worker_fraction or skip_layers of its
+// own.
 template <typename Options>
-void check_same_grad_workers(const torch::optim::OptimizerOptions& defaults,
-                             const std::vector<const torch::optim::OptimizerOptions*>& groups) {
+void check_as_in_defaults(const torch::optim::OptimizerOptions& defaults,
+                          const std::vector<const torch::optim::OptimizerOptions*>& groups) {
   for (const auto* group : groups) {
     const double own = static_cast<const Options&>(*group).grad_worker_fraction();
     TORCH_CHECK_VALUE(
         own == 1.0 || own == static_cast<const Options&>(defaults).grad_worker_fraction(),
         "grad_worker_fraction of a parameter group differs from that of the optimizer; set it in "
         "the defaults alone");
+    const auto& skipped = static_cast<const Options&>(*group).skip_layers();
+    TORCH_CHECK_VALUE(
+        skipped.empty() || skipped == static_cast<const Options&>(defaults).skip_layers(),
+        "skip_layers of a parameter group differs from that of the optimizer; set it in the "
+        "defaults alone");
   }
 }
 

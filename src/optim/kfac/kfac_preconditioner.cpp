@@ -4,6 +4,7 @@
 #include "optim/core/schedules.h"
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
+#include "optim/kfac/skipped_layers.h"
 
 #include <c10/util/irange.h>
 
@@ -104,6 +105,7 @@ void KFACPreconditioner::check_options(const Options& options) const {
   const auto& own = detail::options_as<KFACPreconditionerOptions>(options, name());
   detail::check_options(own);
   detail::check_grad_workers(own.grad_worker_fraction(), own.ekfac());
+  detail::check_skip_layers(own.skip_layers());
 }
 
 void KFACPreconditioner::follow_schedules() {
@@ -115,7 +117,7 @@ void KFACPreconditioner::check_together(const std::vector<const Options*>& group
   CapturingOptimizer::check_together(groups);
   detail::check_same_in_all<KFACPreconditionerOptions>(name(), groups,
                                                        /*compares_functions=*/false);
-  check_same_grad_workers<KFACPreconditionerOptions>(defaults(), groups);
+  check_as_in_defaults<KFACPreconditionerOptions>(defaults(), groups);
 }
 
 c10::intrusive_ptr<detail::JointPlan> KFACPreconditioner::make_plan() const {
@@ -123,6 +125,10 @@ c10::intrusive_ptr<detail::JointPlan> KFACPreconditioner::make_plan() const {
   plan->set_grad_worker_fraction(
       detail::options_as<KFACPreconditionerOptions>(defaults(), name()).grad_worker_fraction());
   return plan;
+}
+
+std::vector<std::string> KFACPreconditioner::skip_layers_of(const Options& options) const {
+  return detail::options_as<KFACPreconditionerOptions>(options, name()).skip_layers();
 }
 
 std::shared_ptr<const distributed::Communicator> KFACPreconditioner::ranks_of(

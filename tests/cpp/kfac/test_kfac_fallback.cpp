@@ -254,6 +254,27 @@ TEST(Kfac, FallsBackForTheBiasOfATransposedConvolution) {
             "fallback: the bias of a transposed convolution, whose factors have no row for it");
 }
 
+TEST(Kfac, LeavesSkippedLayersToMomentum) {
+  nn::Sequential model(nn::Linear(5, 4), nn::Tanh(), nn::Linear(4, 4),
+                       nn::LayerNorm(nn::LayerNormOptions({4})));
+  KFAC optimizer(*model, KFACOptions(0.1).momentum(0.0).skip_layers({"^2$", "Norm"}));
+  const Warnings warnings;
+  const auto before = copies(model->parameters());
+  cross_entropy(model->forward(torch::randn({6, 5})), torch::randint(4, {6}, torch::kLong))
+      .backward();
+  optimizer.step();
+  const auto treatments = treatments_of(optimizer);
+  EXPECT_EQ(treatments.at("0.weight"), "factors: A 6, G 4");
+  for (const char* name : {"2.weight", "2.bias", "3.weight", "3.bias"}) {
+    EXPECT_EQ(treatments.at(name), "fallback: in skip_layers");
+  }
+  expect_near(model->parameters()[2].detach(), before[2] - 0.1 * model->parameters()[2].grad(),
+              1e-6);
+  expect_contains(
+      message_of<c10::ValueError>([&] { KFAC(*model, KFACOptions(0.1).skip_layers({"("})); }),
+      "no regular expression");
+}
+
 TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {
   nn::Linear used(5, 4);
   nn::Linear frozen(4, 4);

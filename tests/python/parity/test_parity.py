@@ -41,7 +41,8 @@ def test_options_have_the_same_names_and_defaults(name):
     only_python = ("self", "params", "params_or_model", "grad_scaler")  # libtorch has no scaler
     # No part of a checkpoint.
     of_ranks = ("process_group", "comm_dtype", "bucket_bytes", "grad_worker_fraction")
-    python = {k: p.default for k, p in signature.items() if k not in (*only_python, *of_ranks)}
+    not_saved = (*only_python, *of_ranks, "skip_layers")
+    python = {k: p.default for k, p in signature.items() if k not in not_saved}
     cpp = make("cpp", name, [nn.Parameter(torch.zeros(2))]).options()
     names, *_ = torch.ops.torchium.option_fields(name)
     defaults = torch.ops.torchium.default_options(name)

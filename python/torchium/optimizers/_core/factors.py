@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,26 @@ from ..._capture.layers import (
 )
 from .plan import JointPlan
 
+SkippedLayers: TypeAlias = tuple["str | type[nn.Module]", ...]
+
+
+def checked_skip_layers(skip_layers: Iterable[str | type[nn.Module]]) -> SkippedLayers:
+    """Regular expressions for names of layers and of their classes, and classes."""
+    if isinstance(skip_layers, (str, type)):
+        raise ValueError(f"skip_layers must be a list, got {skip_layers!r}; pass [{skip_layers!r}]")
+    skipped = tuple(skip_layers)
+    for each in skipped:
+        if isinstance(each, type) and issubclass(each, nn.Module):
+            continue
+        try:
+            re.compile(each)
+        except (TypeError, re.error) as error:
+            raise ValueError(
+                f"skip_layers has {each!r}, which is neither a regular expression nor a class of modules "
+                f"({error}); pass patterns for names of layers and of their classes, or classes"
+            ) from None
+    return skipped
+
 
 class FactorCapture(Capture):
     """The core hands each call of a weight to the plan as soon as its gradient is there.
@@ -42,8 +63,10 @@ class FactorCapture(Capture):
         self,
         wants: Callable[[], bool],
         loss_scale: Callable[[], Tensor | None],
+        skipped: SkippedLayers = (),
     ) -> None:
         super().__init__(FACTOR_KINDS, wants)
+        self._skipped = skipped
         self._loss_scale = weakref.WeakMethod(loss_scale)
         # Of the last declare(): the plan, and which parameters were trained or used outside. None:
         # something has changed since.
@@ -124,6 +147,8 @@ class FactorCapture(Capture):
         owners = self.owners.get(param)
         if not owners:
             return reason_of("not_run")
+        if any(self._is_skipped(module) for module in owners):
+            return reason_of("skipped")
         reason = _problem_of_layers(owners)
         if reason is not None:
             return reason
@@ -146,6 +171,15 @@ class FactorCapture(Capture):
         if param is not weight and param is not bias:
             return reason_of("other_bias")
         return None
+
+    def _is_skipped(self, module: nn.Module) -> bool:
+        names = (self.modules.get(module, ""), type(module).__name__)
+        return any(
+            isinstance(module, each)
+            if isinstance(each, type)
+            else any(re.search(each, name) for name in names)
+            for each in self._skipped
+        )
 
     def weight_beside(self, param: Tensor) -> Tensor | None:
         """The weight of the parameter's layer, perhaps the parameter itself; None: there is none."""

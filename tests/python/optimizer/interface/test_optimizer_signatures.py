@@ -169,6 +169,7 @@ SIGNATURES = {
             "graphs": "auto",
             "process_group": None,
             "grad_worker_fraction": 1.0,
+            "skip_layers": (),
         },
     ),
     torchium.KFACPreconditioner: (
@@ -195,6 +196,7 @@ SIGNATURES = {
             "grad_scaler": None,
             "process_group": None,
             "grad_worker_fraction": 1.0,
+            "skip_layers": (),
         },
     ),
     torchium.NaturalGradient: (
@@ -232,6 +234,7 @@ def test_signature_and_defaults(cls):
         "grad_scaler",
         "process_group",
         "grad_worker_fraction",
+        "skip_layers",
         "comm_dtype",
         "bucket_bytes",
     ):

@@ -102,7 +102,6 @@ def test_a_keyword_beside_an_optimizer_is_reported_under_the_name_of_the_callabl
     [
         ("compute_method", 'damping_split="exact"'),
         ("accumulation_steps", "divide the loss"),
-        ("skip_layers", "parameters of the other layers"),
         ("inv_dtype", "inverses are float32"),
         ("assignment_strategy", "leave it out"),
         ("colocate_factors", "leave it out"),
