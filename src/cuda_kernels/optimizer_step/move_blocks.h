@@ -1,4 +1,4 @@
-// Moves blocks of parameters along directions that are known, all of a group in few launches.
+// Blocks of tensors: gathered in memory of their own, and moved along directions that are known.
 #pragma once
 
 #include "cuda_kernels/optimizer_step/step_control.h"
@@ -9,20 +9,27 @@
 namespace torchium::cuda_kernels {
 
 // A block of `elements` = rows times `columns`, whose rows lie `row_stride` elements apart in the
-// parameter and side by side in the direction.
+// tensor and side by side in `values`.
+template <typename Memory, typename Values>
 struct BlockEntry {
-  void* param;  // its first element there
-  const float* direction;
+  Memory* tensor;  // its first element there
+  Values* values;
   int64_t row_stride;
   int elements, columns;
   int first_tile;
-  ElementType type;
-  bool by_fours;  // four neighbours may be read at once
+  ElementType type;  // of the tensor
+  bool by_fours;     // four neighbours may be read at once
 };
+using MovedBlock = BlockEntry<void, const float>;
+using GatheredBlock = BlockEntry<const void, float>;
 constexpr int kBlockTile = 1 << 13;  // elements
 
-// p <- (1 - lr wd) p - lr d, with the roundings of every other step (parameter_update.cuh).
-cudaError_t move_blocks(const Table<BlockEntry>& blocks, const LearningRate& lr,
+// p <- (1 - lr wd) p - lr d for the elements p of the tensor and d of the values, with the
+// roundings of every other step (parameter_update.cuh).
+cudaError_t move_blocks(const Table<MovedBlock>& blocks, const LearningRate& lr,
                         float decoupled_weight_decay, cudaStream_t stream);
+
+// Copies the elements of the tensor to the values.
+cudaError_t gather_blocks(const Table<GatheredBlock>& blocks, cudaStream_t stream);
 
 }  // namespace torchium::cuda_kernels

@@ -42,7 +42,7 @@ class ShampooSharing : public SharingRules {
   // Grafting takes the norms of blocks of the flat parameter.
   int64_t unit(const Options& options, size_t kind) const override {
     return kind == static_cast<size_t>(ParameterRule::kDiagonal) ? shampoo(options).block_size()
-                                                                 : 1;
+                                                                 : 0;
   }
 
   int64_t root_interval(const Options& options) const override {

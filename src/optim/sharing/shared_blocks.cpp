@@ -31,6 +31,36 @@ at::Tensor rectangle_of(at::Tensor tensor, const std::vector<int64_t>& offsets,
   return tensor;
 }
 
+// A range of a flat parameter, and how many ranks hold it whole.
+struct Range {
+  int64_t begin, length, holders;
+};
+
+// The ranges between the shards that begin at multiples of `unit`.
+std::vector<Range> ranges_of(const std::vector<distributed::Source>& sources, int64_t elements,
+                             int64_t unit) {
+  std::vector<int64_t> ends;
+  for (const distributed::Source& source : sources) {
+    if (const int64_t begin = source.rectangle.offsets[0]; begin > 0 && begin % unit == 0) {
+      ends.push_back(begin);
+    }
+  }
+  ends.push_back(elements);
+  std::ranges::sort(ends);
+  std::vector<Range> ranges;
+  int64_t begin = 0;
+  for (const int64_t end : ends) {
+    if (end > begin) {
+      const auto holders = std::ranges::count_if(sources, [&](const distributed::Source& source) {
+        return source.rectangle.contains({{begin}, {end - begin}});
+      });
+      ranges.push_back({begin, end - begin, holders});
+    }
+    begin = end;
+  }
+  return ranges;
+}
+
 }  // namespace
 
 SharedBlocks BlockOwners::cut(const BlockedGroup& group, size_t i) const {
@@ -55,49 +85,39 @@ SharedBlocks BlockOwners::cut(const BlockedGroup& group, size_t i) const {
   return result;
 }
 
-// Ranges that begin at multiples of `unit`. Where that is one, each lies in one shard.
+// Each block lies in one shard, unless shards begin between multiples of `unit`.
 void BlockOwners::cut_elements(SharedBlocks& result, int64_t unit) const {
-  using distributed::Rectangle;
   const std::vector<int64_t> shape = result.whole.sizes().vec();
   const int64_t elements = result.whole.numel();
-  result.dims = {elements};
-  std::vector<std::pair<Rectangle, int64_t>> areas;  // and the ranks that hold each
-  if (unit > 1) {
-    areas.emplace_back(distributed::whole(result.dims), ranks_);
-  } else {
-    auto sources = distributed::sources(shape, result.sharding, result.dims);
-    const auto in_shape = distributed::sources(shape, result.sharding);
-    if (in_shape.size() < sources.size()) {  // a shard of columns is many ranges
-      result.dims = shape;
-      sources = in_shape;
-    }
-    for (distributed::Source& source : sources) {
-      const auto found =
-          std::ranges::find(areas, source.rectangle, &decltype(areas)::value_type::first);
-      if (found == areas.end()) {
-        areas.emplace_back(std::move(source.rectangle), 1);
-      } else {
-        ++found->second;
-      }
-    }
-  }
-  const auto add = [&](Rectangle rectangle) {
+  const auto add = [&](distributed::Rectangle rectangle) {
     const int64_t cost = distributed::elementwise_cost(rectangle.numel());
     result.blocks.push_back({0, std::move(rectangle), -1, cost});
     result.matrices.push_back(0);
   };
-  for (const auto& [area, holders] : areas) {
-    if (area.sizes.size() > 1) {
-      add(area);
-      continue;
+  result.dims = {elements};
+  auto sources = distributed::sources(shape, result.sharding, result.dims);
+  auto in_shape = distributed::sources(shape, result.sharding);
+  if (in_shape.size() < sources.size()) {  // a shard of columns is many ranges
+    if (unit == 0) {
+      result.dims = shape;
+      for (distributed::Source& source : in_shape) {
+        if (std::ranges::find(result.blocks, source.rectangle, &distributed::Block::rectangle) ==
+            result.blocks.end()) {
+          add(std::move(source.rectangle));
+        }
+      }
+      return;
     }
-    const int64_t begin = area.offsets[0], length = area.sizes[0];
-    const int64_t pieces = kRangesPerRank * holders;
+    sources.clear();
+  }
+  for (const auto& [first, length, holders] :
+       ranges_of(sources, elements, std::max<int64_t>(unit, 1))) {
+    const int64_t pieces = kRangesPerRank * (holders > 0 ? holders : ranks_);
     const int64_t range =
         at::round_up<int64_t>(std::max(kSmallestRange, (length + pieces - 1) / pieces),
-                              std::min(unit, std::max<int64_t>(length, 1)));
+                              std::clamp<int64_t>(unit, 1, length));
     for (int64_t at = 0; at < length; at += range) {
-      add({{begin + at}, {std::min(range, length - at)}});
+      add({{first + at}, {std::min(range, length - at)}});
     }
   }
 }
@@ -244,6 +264,29 @@ void BlockOwners::share_out_given(const BlockedGroup& group, size_t g) {
     std::vector<SharedBlocks> cuts = new_cuts(group, g);
     add(std::span(cuts).first(take_given_owners(cuts)));
   }
+}
+
+// From the last dimension on, dimensions that the rectangle spans are one with those before them.
+std::optional<ElementRows> rows_of(const std::vector<int64_t>& dims,
+                                   const std::vector<int64_t>& offsets,
+                                   const std::vector<int64_t>& sizes) {
+  ElementRows rows{0, 0, 1};
+  int64_t stride = 1, count = 1;  // of a dimension, and of the rows so far
+  for (size_t d = dims.size(); d-- > 0; stride *= dims[d]) {
+    rows.offset += offsets[d] * stride;
+    if (sizes[d] == 1) {
+      continue;
+    }
+    if (stride == rows.columns && count == 1) {
+      rows.columns *= sizes[d];
+    } else if (count == 1 || stride == rows.stride * count) {
+      rows.stride = count == 1 ? stride : rows.stride;
+      count *= sizes[d];
+    } else {
+      return std::nullopt;
+    }
+  }
+  return rows;
 }
 
 at::Tensor block_of(const at::Tensor& tensor, const SharedBlocks& of, size_t block) {

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -72,6 +73,16 @@ class BlockOwners {
   std::unordered_map<const at::TensorImpl*, SharedBlocks> of_;
   std::vector<std::pair<at::Tensor, std::vector<int64_t>>> given_;
 };
+
+// Elements of a contiguous tensor: rows of neighbours, `stride` elements apart.
+struct ElementRows {
+  int64_t offset, stride, columns;
+};
+// Of a rectangle that begins at `offsets` in a tensor that can be viewed as `dims`, in their order;
+// none: it is not such rows.
+std::optional<ElementRows> rows_of(const std::vector<int64_t>& dims,
+                                   const std::vector<int64_t>& offsets,
+                                   const std::vector<int64_t>& sizes);
 
 // The elements of a block in a tensor that can be viewed as the dims of its parameter.
 at::Tensor block_of(const at::Tensor& tensor, const SharedBlocks& of, size_t block);

@@ -2,32 +2,28 @@
 #include "optim/blocked/elementwise.h"
 #include "optim/core/found_inf_guard.h"
 #include "optim/core/step_status.h"
+#include "optim/sharing/cuda/block_moves.h"
 #include "optim/sharing/shared_plans.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
 
-// Whether the step can read the values where they are.
-bool SharedPlans::takes_as_it_is(const Sent& sent, const at::Tensor& source) const {
+// Whether the step can read the gradient where it is.
+bool SharedPlans::takes_as_it_is(const Sent& sent, const at::Tensor& grad) const {
   const auto& options = *options_[parameters_[sent.parameter].group];
-  return sent.block != nullptr && source.scalar_type() == sent.memory.scalar_type() &&
+  return sent.block != nullptr && grad.scalar_type() == sent.memory.scalar_type() &&
          !rules_->maximize(options) && rules_->l2_penalty(options) == 0.0;
 }
 
-// Takes the gradients that this rank gives, and copies them where it has to: by few launches where
-// they lie in one piece.
+// Takes the gradients that this rank gives, and copies them where it has to.
 void SharedPlans::gather_gradients() {
-  struct CopyLists {
-    std::vector<at::Tensor> targets, sources;
-  };
-  std::map<at::ScalarType, CopyLists> in_one_piece;  // _foreach_copy_() takes targets of one dtype
+  std::vector<TensorBlock> by_kernels;
   size_t parameter = parameters_.size();
   at::Tensor grad;  // in a memory layout whose blocks are views
   for (Sent& sent : sent_) {
@@ -40,23 +36,23 @@ void SharedPlans::gather_gradients() {
       parameter = sent.parameter;
       grad = given.detach().contiguous();
     }
+    const auto rows = rows_of_part(p, *sent.part);
+    const bool is_in_one_piece = rows && rows->columns == sent.memory.numel();
+    const bool is_taken = is_in_one_piece && given.is_contiguous() && takes_as_it_is(sent, given);
+    sent.values = sent.memory;
+    if (!is_taken && rows && has_block_kernel(grad, sent.memory)) {
+      by_kernels.push_back({grad, *rows, sent.memory});
+      continue;
+    }
     const at::Tensor source =
         part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank()));
-    const bool is_in_one_piece = given.is_contiguous() && source.is_contiguous();
-    sent.values = sent.memory;
-    if (is_in_one_piece && takes_as_it_is(sent, source)) {
+    if (is_taken) {
       sent.values = source;
-    } else if (is_in_one_piece && source.numel() > 0) {
-      CopyLists& copies = in_one_piece[sent.memory.scalar_type()];
-      copies.targets.push_back(sent.memory);
-      copies.sources.push_back(source);
     } else {
       sent.memory.copy_(source);
     }
   }
-  for (auto& [dtype, copies] : in_one_piece) {
-    at::_foreach_copy_(copies.targets, copies.sources);
-  }
+  gather_by_kernels(by_kernels);
 }
 
 // The elements of the parameter that belong to a gradient, contiguous.

@@ -96,7 +96,6 @@ void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places
   }
   const bool is_one_stage = bytes < sharing_.bucket_bytes;
   for (Place& place : places) {
-    place.target = view_of_block(place);
     if (is_one_stage || block_of(place).slot < 0) {
       continue;
     }
@@ -111,15 +110,6 @@ void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places
     of_owner.before += block_of(place).rectangle.numel();
   }
   std::ranges::stable_sort(places, {}, &Place::stage);
-}
-
-// Of a block that all ranks hold.
-at::Tensor SharedPlans::view_of_block(const Place& place) const {
-  const Parameter& p = parameters_[place.parameter];
-  const at::Tensor param = p.param.tensor().detach();
-  const distributed::Part& part = p.shared->parts[place.block][0];
-  return param.is_contiguous() ? part_of_shard(param, *p.shared, part, part.local_on(ranks_.rank()))
-                               : at::Tensor();
 }
 
 // Whether every rank has all elements of a block.

@@ -108,7 +108,6 @@ class SharedPlans : public BlockedPlans {
   struct Place {
     size_t parameter, block;
     size_t stage = 0;
-    at::Tensor target = {};  // the block of the parameter; undefined if that is no view
   };
   // A part of a block that travels between two ranks.
   struct PartPlace {
@@ -128,7 +127,8 @@ class SharedPlans : public BlockedPlans {
   // The direction of a part of a block, for this rank's tensor.
   struct Update {
     size_t parameter;
-    at::Tensor target, values;
+    const distributed::Part* part;
+    at::Tensor values;  // contiguous
   };
 
   void check(const std::vector<BlockedGroup>& groups, Active active) const;
@@ -137,7 +137,6 @@ class SharedPlans : public BlockedPlans {
   bool gathers(const SharedBlocks& shared, size_t block) const;
   void add_parts(Exchange& exchange, size_t parameter, size_t block) const;
   void assign_stages(at::ScalarType dtype, std::vector<Place>& places) const;
-  at::Tensor view_of_block(const Place& place) const;
   void allocate(at::ScalarType dtype, Exchange& exchange, const Tensors& before);
   void allocate_directions(at::ScalarType dtype, Exchange& exchange, const Tensors& before);
   void add_own_block(const Place& place, const at::Tensor& memory, const Tensors& before);
@@ -163,7 +162,7 @@ class SharedPlans : public BlockedPlans {
   void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
 
   void gather_gradients();
-  bool takes_as_it_is(const Sent& sent, const at::Tensor& source) const;
+  bool takes_as_it_is(const Sent& sent, const at::Tensor& grad) const;
   bool has_new_memory() const;
   void release_gradients();
   void clear_directions() const;
@@ -186,18 +185,18 @@ class SharedPlans : public BlockedPlans {
   at::Tensor agree_on_error(const HeldError& held);
   // Copies of parameters in other memory layouts, whose blocks are no views.
   using Copies = std::map<size_t, at::Tensor>;
-  at::Tensor target_of(size_t parameter, const distributed::Part& part, Copies& copies) const;
+  std::optional<ElementRows> rows_of_part(const Parameter& p, const distributed::Part& part) const;
   void send_updates(const Exchange& exchange, const StepFindings& findings);
   std::vector<Update> own_updates(const Exchange& exchange, at::ScalarType dtype,
-                                  const StepFindings& findings, Copies& copies) const;
+                                  const StepFindings& findings) const;
   std::vector<Update> gathered_updates(
       const Exchange& exchange, const std::vector<distributed::UpdateExchange::Update>& arrivals,
-      at::ScalarType dtype, const StepFindings& findings, Copies& copies) const;
+      at::ScalarType dtype, const StepFindings& findings) const;
   std::vector<Update> sent_updates(const Exchange& exchange,
                                    const std::vector<distributed::PartExchange::Arrival>& arrivals,
-                                   at::ScalarType dtype, const StepFindings& findings,
-                                   Copies& copies) const;
-  void apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const;
+                                   at::ScalarType dtype, const StepFindings& findings) const;
+  void apply(const std::vector<Update>& updates, const std::vector<at::Tensor>& rates,
+             Copies& copies) const;
   void share_memory(distributed::OnRanks new_memory) const;
   void apply_all(const StepFindings& findings, const LearningRates& lr, const at::Tensor& skipped,
                  HeldError& held);

@@ -152,15 +152,10 @@ StepFindings SharedPlans::all_kept() const {
   return findings;
 }
 
-// Where a part lies in this rank's parameter, or in a copy of that.
-at::Tensor SharedPlans::target_of(size_t parameter, const distributed::Part& part,
-                                  Copies& copies) const {
-  const Parameter& p = parameters_[parameter];
-  at::Tensor param = p.param.tensor().detach();
-  if (!param.is_contiguous()) {
-    param = copies.try_emplace(parameter, param.contiguous()).first->second;
-  }
-  return part_of_shard(param, *p.shared, part, part.local_on(ranks_.rank()));
+// Where a part lies in this rank's tensor.
+std::optional<ElementRows> SharedPlans::rows_of_part(const Parameter& p,
+                                                     const distributed::Part& part) const {
+  return rows_of(p.shared->local_dims, part.local_on(ranks_.rank()), part.rectangle.sizes);
 }
 
 // Fills the directions that this rank sends to single others.
@@ -182,8 +177,7 @@ void SharedPlans::send_updates(const Exchange& exchange, const StepFindings& fin
 // stay equal.
 std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchange,
                                                           at::ScalarType dtype,
-                                                          const StepFindings& findings,
-                                                          Copies& copies) const {
+                                                          const StepFindings& findings) const {
   std::vector<Update> updates;
   for (size_t index = 0; index < parameters_.size(); ++index) {
     const Parameter& p = parameters_[index];
@@ -196,9 +190,12 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
       }
       for (const distributed::Part& part : p.shared->parts[own.block]) {
         if (part.source == ranks_.rank()) {  // the owner is the source where it holds the part
-          const at::Tensor values = part_of_block(own.tensor, p.shared->blocks[own.block], part);
-          updates.push_back({index, target_of(index, part, copies),
-                             values.to(exchange.updates->comm_dtype()).to(dtype).contiguous()});
+          const distributed::Block& block = p.shared->blocks[own.block];
+          const at::Tensor values = part.rectangle == block.rectangle
+                                        ? own.tensor
+                                        : part_of_block(own.tensor, block, part);
+          updates.push_back(
+              {index, &part, values.to(exchange.updates->comm_dtype()).to(dtype).contiguous()});
         }
       }
     }
@@ -209,17 +206,13 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
 // What has come to all ranks.
 std::vector<SharedPlans::Update> SharedPlans::gathered_updates(
     const Exchange& exchange, const std::vector<distributed::UpdateExchange::Update>& arrivals,
-    at::ScalarType dtype, const StepFindings& findings, Copies& copies) const {
+    at::ScalarType dtype, const StepFindings& findings) const {
   std::vector<Update> updates;
   for (const auto& [k, values] : arrivals) {
     const Place& place = exchange.gathered_places[k];
     const Parameter& p = parameters_[place.parameter];
     if (steps(p, findings)) {
-      const distributed::Part& part = p.shared->parts[place.block][0];
-      updates.push_back(
-          {place.parameter,
-           place.target.defined() ? place.target : target_of(place.parameter, part, copies),
-           values.to(dtype)});
+      updates.push_back({place.parameter, &p.shared->parts[place.block][0], values.to(dtype)});
     }
   }
   return updates;
@@ -228,37 +221,43 @@ std::vector<SharedPlans::Update> SharedPlans::gathered_updates(
 // What has come to this rank.
 std::vector<SharedPlans::Update> SharedPlans::sent_updates(
     const Exchange& exchange, const std::vector<distributed::PartExchange::Arrival>& arrivals,
-    at::ScalarType dtype, const StepFindings& findings, Copies& copies) const {
+    at::ScalarType dtype, const StepFindings& findings) const {
   std::vector<Update> updates;
   for (const auto& [transfer, values] : arrivals) {
     const PartPlace& place = exchange.update_places[transfer];
     if (steps(parameters_[place.parameter], findings)) {
-      updates.push_back(
-          {place.parameter, target_of(place.parameter, part_at(place), copies), values.to(dtype)});
+      updates.push_back({place.parameter, &part_at(place), values.to(dtype)});
     }
   }
   return updates;
 }
 
 // p <- (1 - lr wd) p - lr d, for parts of blocks.
-void SharedPlans::apply(std::vector<Update> updates, const std::vector<at::Tensor>& rates) const {
-  std::vector<std::vector<BlockMove>> by_kernels(options_.size());
-  for (auto& [parameter, target, values] : updates) {
+void SharedPlans::apply(const std::vector<Update>& updates, const std::vector<at::Tensor>& rates,
+                        Copies& copies) const {
+  std::vector<std::vector<TensorBlock>> by_kernels(options_.size());
+  for (const auto& [parameter, part, values] : updates) {
     const Parameter& p = parameters_[parameter];
-    const BlockMove move{target, values.view(target.sizes())};
-    if (has_move_kernel(move)) {
-      by_kernels[p.group].push_back(move);
+    at::Tensor param = p.param.tensor();
+    if (!param.is_contiguous()) {
+      param = copies.try_emplace(parameter, param.detach().contiguous()).first->second;
+    }
+    if (const auto rows = rows_of_part(p, *part); rows && has_block_kernel(param, values)) {
+      by_kernels[p.group].push_back({param, *rows, values});
       continue;
     }
+    at::Tensor target =
+        part_of_shard(param.detach(), *p.shared, *part, part->local_on(ranks_.rank()));
+    const at::Tensor direction = values.view(target.sizes());
     const UpdateRule rule{.decoupled_weight_decay = rules_->decoupled_decay(*options_[p.group])};
     const FoundInfGuard open = FoundInfGuard::open();
     const StepScalar lr = open.learning_rate(rates[p.group]);
     if (target.is_cpu() && !target.is_contiguous()) {  // fused loops need one piece of memory
       at::Tensor copy = target.contiguous();
-      apply_update(rule, lr, copy, move.direction, nullptr, open);
+      apply_update(rule, lr, copy, direction, nullptr, open);
       target.copy_(copy);
     } else {
-      apply_update(rule, lr, target, move.direction, nullptr, open);
+      apply_update(rule, lr, target, direction, nullptr, open);
     }
   }
   for (size_t g = 0; g < by_kernels.size(); ++g) {
@@ -298,16 +297,16 @@ void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& l
     for (const auto& [dtype, exchange] : exchanges_) {
       exchange.gathered->run(stage, [&, dtype = dtype](const auto& arrivals) {
         held.run(
-            [&] { apply(gathered_updates(exchange, arrivals, dtype, findings, copies), rates); });
+            [&] { apply(gathered_updates(exchange, arrivals, dtype, findings), rates, copies); });
       });
     }
   }
   stream_->wait_for(kStages);
   for (const auto& [dtype, exchange] : exchanges_) {
     exchange.updates->run([&, dtype = dtype](const auto& arrivals) {
-      held.run([&] { apply(sent_updates(exchange, arrivals, dtype, findings, copies), rates); });
+      held.run([&] { apply(sent_updates(exchange, arrivals, dtype, findings), rates, copies); });
     });
-    held.run([&] { apply(own_updates(exchange, dtype, findings, copies), rates); });
+    held.run([&] { apply(own_updates(exchange, dtype, findings), rates, copies); });
   }
   held.run([&] { finish_parameters(findings, copies, taken); });
   if (held.is_set() && has_directions) {  // the next step of all ranks raises too

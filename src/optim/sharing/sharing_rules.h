@@ -31,7 +31,8 @@ class SharingRules {
   virtual size_t kind(const Options& options, at::IntArrayRef shape) const = 0;
   // As steps cut a parameter of this shape; without block shapes: elements in any order.
   virtual Blocking blocking(const Options& options, at::IntArrayRef shape) const = 0;
-  // Elements without matrices are cut at multiples of this.
+  // Elements without matrices are cut at multiples of this in the flat parameter; 0: into
+  // rectangles of any shape.
   virtual int64_t unit(const Options& options, size_t kind) const = 0;
   // Steps between two computations of the roots.
   virtual int64_t root_interval(const Options& options) const = 0;

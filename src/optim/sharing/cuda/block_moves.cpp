@@ -11,41 +11,55 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstddef>
 #include <limits>
 
 namespace torchium::optim::detail {
 
 #ifdef TORCHIUM_WITH_CUDA
 
-bool has_move_kernel(const BlockMove& move) {
-  const at::Tensor& target = move.target;
-  return target.is_cuda() && (target.dim() == 1 || target.dim() == 2) && target.stride(-1) == 1 &&
-         move.direction.scalar_type() == at::kFloat && target.scalar_type() != at::kDouble &&
-         target.numel() <= std::numeric_limits<int>::max() - cuda_kernels::kBlockTile;
-}
+namespace {
 
-void move_by_kernels(const std::vector<BlockMove>& moves, const at::Tensor& lr,
-                     double decoupled_weight_decay) {
-  KernelTables<cuda_kernels::BlockEntry> tables;
-  for (const auto& [target, direction] : moves) {
-    const auto elements = static_cast<int>(target.numel());
+// memory_of(tensor), values_of(values): their data.
+template <typename Entry, typename MemoryOf, typename ValuesOf>
+KernelTables<Entry> tables_of(const std::vector<TensorBlock>& blocks, const MemoryOf& memory_of,
+                              const ValuesOf& values_of) {
+  KernelTables<Entry> tables;
+  for (const auto& [tensor, rows, values] : blocks) {
+    const auto elements = static_cast<int>(values.numel());
     if (elements == 0) {
       continue;
     }
-    const int64_t row_stride = target.dim() == 2 ? target.stride(0) : 0;
-    const auto columns = static_cast<int>(target.size(-1));
-    tables.add({.param = target.mutable_data_ptr(),
-                .direction = direction.const_data_ptr<float>(),
-                .row_stride = row_stride,
+    const auto bytes = rows.offset * static_cast<int64_t>(tensor.element_size());
+    const bool fours = rows.columns % 4 == 0 && rows.stride % 4 == 0 && rows.offset % 4 == 0 &&
+                       aligned_to_four(tensor) && aligned_to_four(values);
+    tables.add({.tensor = memory_of(tensor) + bytes,
+                .values = values_of(values),
+                .row_stride = rows.stride,
                 .elements = elements,
-                .columns = columns,
+                .columns = static_cast<int>(rows.columns),
                 .first_tile = 0,
-                .type = element_type(target.scalar_type()),
-                .by_fours = columns % 4 == 0 && row_stride % 4 == 0 && aligned_to_four(target) &&
-                            aligned_to_four(direction)},
+                .type = element_type(tensor.scalar_type()),
+                .by_fours = fours},
                (elements + cuda_kernels::kBlockTile - 1) / cuda_kernels::kBlockTile);
   }
+  return tables;
+}
+
+}  // namespace
+
+bool has_block_kernel(const at::Tensor& tensor, const at::Tensor& values) {
+  return tensor.is_cuda() && tensor.scalar_type() != at::kDouble &&
+         values.scalar_type() == at::kFloat &&
+         values.numel() <= std::numeric_limits<int>::max() - cuda_kernels::kBlockTile;
+}
+
+void move_by_kernels(const std::vector<TensorBlock>& blocks, const at::Tensor& lr,
+                     double decoupled_weight_decay) {
   const at::Tensor readable = readable_learning_rate(lr);
+  const auto tables = tables_of<cuda_kernels::MovedBlock>(
+      blocks, [](const at::Tensor& p) { return static_cast<std::byte*>(p.mutable_data_ptr()); },
+      [](const at::Tensor& d) { return d.const_data_ptr<float>(); });
   for (const auto& table : tables) {
     C10_CUDA_CHECK(cuda_kernels::move_blocks(table, learning_rate(readable),
                                              static_cast<float>(decoupled_weight_decay),
@@ -53,12 +67,24 @@ void move_by_kernels(const std::vector<BlockMove>& moves, const at::Tensor& lr,
   }
 }
 
+void gather_by_kernels(const std::vector<TensorBlock>& blocks) {
+  const auto tables = tables_of<cuda_kernels::GatheredBlock>(
+      blocks, [](const at::Tensor& g) { return static_cast<const std::byte*>(g.const_data_ptr()); },
+      [](const at::Tensor& values) { return values.mutable_data_ptr<float>(); });
+  for (const auto& table : tables) {
+    C10_CUDA_CHECK(cuda_kernels::gather_blocks(table, c10::cuda::getCurrentCUDAStream()));
+  }
+}
+
 #else
 
-bool has_move_kernel(const BlockMove&) { return false; }
+bool has_block_kernel(const at::Tensor&, const at::Tensor&) { return false; }
 
-void move_by_kernels(const std::vector<BlockMove>&, const at::Tensor&, double) {
-  TORCH_INTERNAL_ASSERT(false, "this build has no CUDA kernels");
+void move_by_kernels(const std::vector<TensorBlock>& blocks, const at::Tensor&, double) {
+  TORCH_INTERNAL_ASSERT(blocks.empty(), "this build has no CUDA kernels");
+}
+void gather_by_kernels(const std::vector<TensorBlock>& blocks) {
+  TORCH_INTERNAL_ASSERT(blocks.empty(), "this build has no CUDA kernels");
 }
 #endif
 

@@ -1,5 +1,7 @@
-// Blocks of parameters on a GPU and their directions, applied together.
+// Blocks of tensors on a GPU, gathered or moved together.
 #pragma once
+
+#include "optim/sharing/shared_blocks.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -7,17 +9,21 @@
 
 namespace torchium::optim::detail {
 
-struct BlockMove {
-  at::Tensor target;     // a view of the parameter
-  at::Tensor direction;  // contiguous
+struct TensorBlock {
+  at::Tensor tensor;  // contiguous
+  ElementRows rows;   // of it
+  at::Tensor values;  // contiguous, of their size
 };
 
-// Whether kernels take it: on a GPU, of order one or two with neighbouring columns, in float32 or
-// 16 bits. Never in a build without CUDA.
-bool has_move_kernel(const BlockMove& move);
+// Whether kernels take it: on a GPU, the tensor in float32 or 16 bits, the values in float32. Never
+// in a build without CUDA.
+bool has_block_kernel(const at::Tensor& tensor, const at::Tensor& values);
 
-// p <- (1 - lr wd) p - lr d for all of these. `lr`: see PlannedStep.
-void move_by_kernels(const std::vector<BlockMove>& moves, const at::Tensor& lr,
+// p <- (1 - lr wd) p - lr d for the elements p of the tensors and d of the values. `lr`: see
+// PlannedStep.
+void move_by_kernels(const std::vector<TensorBlock>& blocks, const at::Tensor& lr,
                      double decoupled_weight_decay);
+// Copies the elements of the tensors to the values.
+void gather_by_kernels(const std::vector<TensorBlock>& blocks);
 
 }  // namespace torchium::optim::detail
