@@ -87,6 +87,34 @@ def shards_equal_one_process(ranks: int) -> None:
                     raise AssertionError(f"{layout}, {name}, {dtype}") from error
 
 
+@case(2, 4)
+def vectors_stay_in_shards_that_are_multiples_of_block_size(ranks: int) -> None:
+    shapes = [(32 * ranks,), (16 * ranks - 1,)]
+    params = shards(parameters(shapes=shapes), line(ranks), [Shard(0)])
+    optimizer: Any = shampoo(params, dist.group.WORLD, grafting="sgd")
+    train(optimizer, params, range(3))
+    assert_same(values(optimizer, params), alone(shapes, grafting="sgd"))
+    for p in params:
+        assert optimizer._plans.owners(optimizer._shards.of(p)) == list(range(ranks))
+
+
+@case(2)
+def columns_of_elements_are_blocks_of_one_element(ranks: int) -> None:
+    options = {"block_size": 1, "max_preconditioned_dim": 2, "grafting": "sgd"}
+    params = shards(parameters(shapes=[(6, 5)]), line(ranks), [Shard(1)])
+    optimizer = shampoo(params, dist.group.WORLD, **options)
+    train(optimizer, params, range(3))
+    assert_same(values(optimizer, params), alone([(6, 5)], **options))
+
+
+def alone(shapes: list[tuple[int, ...]], **options: Any) -> dict[str, Tensor]:
+    """What one process computes."""
+    params = parameters(shapes=shapes)
+    optimizer = shampoo(params, **options)
+    train(optimizer, params, range(3))
+    return values(optimizer, params)
+
+
 def one_process(model: nn.Module) -> list[nn.Parameter]:
     return [nn.Parameter(p.full_tensor()) for p in model.parameters()]
 
