@@ -44,12 +44,12 @@ void SharedPlans::gather_gradients() {
       by_kernels.push_back({grad, *rows, sent.memory});
       continue;
     }
-    const at::Tensor source =
-        part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank()));
     if (is_taken) {
-      sent.values = source;
+      sent.values = grad.as_strided(sent.memory.sizes(), sent.memory.strides(),
+                                    grad.storage_offset() + rows->offset);
     } else {
-      sent.memory.copy_(source);
+      sent.memory.copy_(
+          part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank())));
     }
   }
   gather_by_kernels(by_kernels);

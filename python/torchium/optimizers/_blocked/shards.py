@@ -62,10 +62,10 @@ class Shards:
 
     def of(self, param: Tensor) -> Tensor:
         """What the plans take for the parameter: itself, or the alias of its local tensor."""
-        if not is_dtensor(param):
+        alias = self._aliases.get(param)
+        if alias is None and not is_dtensor(param):
             return param
         local = local_tensor(param)
-        alias = self._aliases.get(param)
         if alias is None:
             alias = self._aliases[param] = local.detach()
             self._params[alias] = param
@@ -88,17 +88,20 @@ class Shards:
     def take_gradients(self) -> None:
         """Gives the aliases the gradients of their parameters."""
         param: Any
-        for param in [*self._aliases]:
+        for param in self._aliases:
             grad = param.grad
-            if grad is not None and is_dtensor(grad) and grad.placements != param.placements:
+            if grad is None:
+                self.of(param).grad = None
+                continue
+            if is_dtensor(grad) and grad.placements != param.placements:
                 grad = param.grad = grad.redistribute(param.device_mesh, param.placements)
-            self.of(param).grad = None if grad is None else local_tensor(grad)
+            self.of(param).grad = local_tensor(grad)
 
     def end_step(self) -> None:
         """Drops the gradients, which ``zero_grad()`` frees, and marks the parameters as changed for autograd."""
-        for param, alias in self._aliases.items():
+        for alias in self._aliases.values():
             alias.grad = None
-            torch.autograd.graph.increment_version(param)
+        torch.autograd.graph.increment_version(self._aliases)
 
 
 def _numbers(param: Any, group: ProcessGroup, name: str) -> Numbers:
