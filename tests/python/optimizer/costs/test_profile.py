@@ -297,9 +297,11 @@ def test_phases_of_a_step_on_cuda():
     found = {phase.name: phase for phase in profile.phases}
     assert {"elementwise", "statistics", "precondition"} <= set(found)
     for name in ("statistics", "precondition"):
-        assert found[name].seconds > 0
-        assert found[name].flops > 0
-        assert 0 < found[name].limit < 1.2
+        phase = found[name]
+        assert phase.limit > 0
+        # No device does more. The measured limits are lower while other processes use it.
+        assert 0 < phase.flops / phase.seconds < 4e15
+        assert 0 < phase.bytes / phase.seconds < 2e13
 
 
 @pytest.mark.cuda
