@@ -137,7 +137,9 @@ std::vector<int64_t> Communicator::all_reduce_max(const std::vector<int64_t>& va
   return most;
 }
 
-void Communicator::all_reduce_max_(at::Tensor& values) const { begin_all_reduce_max(values)(); }
+void Communicator::all_reduce_max_(at::Tensor& values) const {
+  group_->begin_all_reduce(values, c10d::ReduceOp::MAX)();
+}
 
 void Communicator::all_reduce_sum_(at::Tensor& values) const { begin_all_reduce_sum(values)(); }
 
@@ -199,10 +201,6 @@ void Communicator::combine_(const std::vector<at::Tensor>& tensors) const {
 
 std::function<void()> Communicator::begin_all_reduce_sum(const at::Tensor& values) const {
   return group_->begin_all_reduce(values, c10d::ReduceOp::SUM);
-}
-
-std::function<void()> Communicator::begin_all_reduce_max(const at::Tensor& values) const {
-  return group_->begin_all_reduce(values, c10d::ReduceOp::MAX);
 }
 
 std::function<void()> Communicator::begin_all_gather(const at::Tensor& part, at::Tensor all) const {

@@ -56,9 +56,8 @@ class Communicator {
   // Each of these contiguous tensors has its values on one rank and zeros on the others; afterwards
   // all ranks have the values, bit for bit.
   void combine_(const std::vector<at::Tensor>& tensors) const;
-  // Start an all-reduce in place of a contiguous tensor. The returned function waits for it.
+  // Starts an all-reduce in place of a contiguous tensor. The returned function waits for it.
   std::function<void()> begin_all_reduce_sum(const at::Tensor& values) const;
-  std::function<void()> begin_all_reduce_max(const at::Tensor& values) const;
   // Starts to gather `part` of every rank into `all` [rank, *part]. The returned function waits.
   std::function<void()> begin_all_gather(const at::Tensor& part, at::Tensor all) const;
   // Starts to send `sent` elements of `outgoing` to each rank in order, and to receive `received`

@@ -303,15 +303,12 @@ PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_de
   add_findings(message_, on_device, own_.groups.size());
 }
 
-void PendingAgreement::begin(const std::function<void()>& meanwhile) {
+void PendingAgreement::begin() {
   if (!message_.defined()) {
-    held_.run(meanwhile);
     values_ = ranks_.all_reduce_max(values_);
     return;
   }
-  const auto wait = ranks_.begin_all_reduce_max(message_);
-  held_.run(meanwhile);
-  wait();
+  ranks_.all_reduce_max_(message_);
   held_.run([&] {
     skipped_ = skipped_groups(message_, own_.groups.size());
     if (torchium::detail::is_capturing(message_.device())) {

@@ -9,7 +9,6 @@
 #include <c10/core/Event.h>
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -105,9 +104,8 @@ class PendingAgreement {
   PendingAgreement(StepFindings own, const DeviceFindings& on_device, const Communicator& ranks,
                    c10::Device device, HostMessage& host);
 
-  // All ranks must call it. `meanwhile` launches work that needs no agreement. An error on this
-  // rank alone is held, for skipped().
-  void begin(const std::function<void()>& meanwhile = [] {});
+  // All ranks must call it. An error on this rank alone is held, for skipped().
+  void begin();
   // [groups] float64 on the device: 0 where the step of a group is taken, else 1. Undefined on a
   // CPU.
   const at::Tensor& skipped() const;

@@ -98,8 +98,6 @@ void UpdateExchange::fill_buckets(const std::vector<Part>& parts, int64_t most) 
   }
 }
 
-void UpdateExchange::clear_own() { buffer_.zero_(); }
-
 // Starts to bring bucket k here.
 std::function<void()> UpdateExchange::begin(size_t k) const {
   const auto& [stage, begin, length, places, updates] = buckets_[k];

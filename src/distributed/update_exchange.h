@@ -36,7 +36,6 @@ class UpdateExchange {
 
   // The memory of a part that this rank owns: contiguous, to be filled before run().
   const at::Tensor& own(size_t part) const { return own_[part]; }
-  void clear_own();
 
   // Whether the ranks have still to call share_memory().
   bool has_new_memory() const { return has_new_memory_; }

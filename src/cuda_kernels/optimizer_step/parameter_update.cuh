@@ -52,14 +52,17 @@ struct UpdateFactors {
   float decoupled_weight_decay;
   float momentum;
   bool nesterov;
+  bool from_zero = false;
 };
 
-// p <- (1 - lr wd) p - lr d, or by momentum, which has a buffer that is not null. Entries of d that
+// p <- (1 - lr wd) p - lr d, or by momentum, which has a buffer that is not null. from_zero: p
+// counts as zero. Entries of d that
 // are not finite count as zero, and p stops at the largest number of its type.
 template <int N>
 __device__ void move_parameter(const UpdateFactors& factors, void* param, ElementType type,
                                float* momentum_buffer, int64_t offset, Lanes<N> d) {
-  Lanes<N> p = load_elements<N>(param, type, offset);
+  Lanes<N> p = {};
+  if (!factors.from_zero) p = load_elements<N>(param, type, offset);
 #pragma unroll
   for (int i = 0; i < N; ++i) d.lane[i] = isfinite(d.lane[i]) ? d.lane[i] : 0;
   if (factors.decoupled_weight_decay != 0) {

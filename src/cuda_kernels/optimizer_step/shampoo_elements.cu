@@ -289,7 +289,8 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
   const ParameterEntry& entry = tile.parameter;
   const StepNumbers numbers = buffers.numbers[entry.index];
   const Inputs inputs(numbers);
-  const UpdateFactors factors{lr, rule.decoupled_weight_decay, rule.momentum, rule.nesterov};
+  const UpdateFactors factors{lr, rule.decoupled_weight_decay, rule.momentum, rule.nesterov,
+                              rule.from_zero};
   tile.for_each<N>([&](int64_t offset, int64_t place) {
     const Elements<N> elements(rule, entry, inputs, offset);
     Lanes<N> d;

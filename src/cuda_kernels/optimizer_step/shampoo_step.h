@@ -80,7 +80,8 @@ struct ElementRule {
   float grafting_eps, diagonal_eps;
   float momentum;
   bool nesterov;
-  bool grafting;  // otherwise a direction keeps its norm
+  bool grafting;   // otherwise a direction keeps its norm
+  bool from_zero;  // p counts as zero before the step
 };
 
 // Buffers of one step. Partial sums of squares: one per tile.

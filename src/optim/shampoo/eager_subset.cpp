@@ -151,6 +151,9 @@ void EagerSubset::apply(const ShampooRun& run) {
   for (const size_t i : members_) {
     at::Tensor param = group_.params[i], momentum = group_.states[i].momentum_buffer;
     at::Tensor* buffer = momentum.defined() ? &momentum : nullptr;
+    if (group_.role == Role::kDirection) {
+      param.zero_();
+    }
     if (group_.rules[i] == ParameterRule::kGrafted) {
       GradientElements e = elements(run, i);
       grafted_step(gradient_rule(o), rule, lr, e, buffer, step_.guard);

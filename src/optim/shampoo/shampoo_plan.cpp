@@ -17,8 +17,7 @@ void ShampooPlan::adopt(const Options& options) {
 
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
                                                const StateList& states, at::Tensor status) {
-  return std::make_unique<ShampooStep>(options_, make_blockings(options_, params, dims_), params,
-                                       states, std::move(status));
+  return std::make_unique<ShampooStep>(options_, role_, params, states, std::move(status));
 }
 
 OptionTexts ShampooPlan::options_of_state(const Options& options) const {
@@ -26,11 +25,11 @@ OptionTexts ShampooPlan::options_of_state(const Options& options) const {
 }
 
 BlockStorage ShampooPlan::init_storage(at::TensorList params) const {
-  return make_block_storage(params, make_blockings(options_, params, dims_), options_.root_dtype());
+  return make_block_storage(params, make_blockings(options_, params, role_), options_.root_dtype());
 }
 
 void ShampooPlan::init_elementwise(const at::Tensor& param, ParameterState& state) const {
-  if (rule_of_shape(options_, param.sizes(), dims_) == ParameterRule::kDiagonal) {
+  if (rule_of_shape(options_, param.sizes(), role_) == ParameterRule::kDiagonal) {
     state.diagonal = parameter_shaped_zeros(param);
   }
 }
@@ -76,7 +75,7 @@ void ShampooPlan::check_saved_rule(const at::Tensor& param, const ParameterState
 
 void ShampooPlan::renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
                               at::Tensor status) {
-  const auto blockings = make_blockings(options_, params, dims_);
+  const auto blockings = make_blockings(options_, params, role_);
   std::vector<size_t> all(params.size());
   std::iota(all.begin(), all.end(), 0);
   auto batches = find_batches(blockings, states, all);

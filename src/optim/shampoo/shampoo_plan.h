@@ -9,8 +9,8 @@ namespace torchium::optim::detail {
 
 class ShampooPlan : public BlockedPlan {
  public:
-  explicit ShampooPlan(c10::Device device, Dims dims = Dims::kMerged)
-      : BlockedPlan(device), dims_(dims) {}
+  explicit ShampooPlan(c10::Device device, Role role = Role::kParameter)
+      : BlockedPlan(device), role_(role) {}
 
   const char* optimizer_name() const override { return "Shampoo"; }
   bool host_decides() const override { return !options_.capturable(); }
@@ -35,7 +35,7 @@ class ShampooPlan : public BlockedPlan {
 
  private:
   ShampooOptions options_;
-  Dims dims_;  // of its parameters
+  Role role_;  // of its parameters
 };
 
 }  // namespace torchium::optim::detail

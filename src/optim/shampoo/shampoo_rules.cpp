@@ -36,8 +36,8 @@ std::string describe_blocks(const ShampooOptions& o, const Blocking& blocking) {
   return text.str();
 }
 
-std::vector<int64_t> dims_of(const ShampooOptions& o, at::IntArrayRef shape, Dims dims) {
-  return dims == Dims::kMerged
+std::vector<int64_t> dims_of(const ShampooOptions& o, at::IntArrayRef shape, Role role) {
+  return role == Role::kParameter
              ? merged_dims(shape, o.block_size(), o.merge_dims(), o.target_order())
              : shape.vec();
 }
@@ -91,12 +91,12 @@ ParameterRule parameter_rule(const ShampooOptions& o, at::IntArrayRef dims) {
   return excluded || is_vector || is_empty ? ParameterRule::kDiagonal : ParameterRule::kMatrices;
 }
 
-ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape, Dims dims) {
-  return parameter_rule(o, dims_of(o, shape, dims));
+ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape, Role role) {
+  return parameter_rule(o, dims_of(o, shape, role));
 }
 
 BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape) {
-  const auto dims = dims_of(o, shape, Dims::kMerged);
+  const auto dims = dims_of(o, shape, Role::kParameter);
   switch (parameter_rule(o, dims)) {
     case ParameterRule::kMatrices:
       return {"preconditioned", describe_blocks(o, make_blocking(dims, o.block_size()))};
@@ -108,18 +108,18 @@ BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape) 
   TORCH_INTERNAL_ASSERT(false, "a rule that is not known");
 }
 
-Blocking shampoo_blocking(const ShampooOptions& o, at::IntArrayRef shape, Dims kind) {
-  auto dims = dims_of(o, shape, kind);
+Blocking shampoo_blocking(const ShampooOptions& o, at::IntArrayRef shape, Role role) {
+  auto dims = dims_of(o, shape, role);
   return parameter_rule(o, dims) == ParameterRule::kMatrices
              ? make_blocking(std::move(dims), o.block_size())
              : Blocking{std::move(dims), {}};
 }
 
-std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params, Dims dims) {
+std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params, Role role) {
   std::vector<Blocking> blockings;
   blockings.reserve(params.size());
   for (const at::Tensor& param : params) {
-    blockings.push_back(shampoo_blocking(o, param.sizes(), dims));
+    blockings.push_back(shampoo_blocking(o, param.sizes(), role));
   }
   return blockings;
 }

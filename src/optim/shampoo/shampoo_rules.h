@@ -36,15 +36,15 @@ enum class ParameterRule : uint8_t {
 // diagonal rule.
 ParameterRule parameter_rule(const ShampooOptions& o, at::IntArrayRef dims);
 
-// The dimensions that blocks are cut from.
-enum class Dims : uint8_t {
-  kMerged,   // merged_dims()
-  kAsGiven,  // those of the tensor, which is one block already
+// What a step makes of a tensor p.
+enum class Role : uint8_t {
+  kParameter,  // p <- p - lr d, with blocks of merged_dims()
+  kDirection,  // p <- -lr d, with one block of the dimensions of the tensor
 };
 
 // The same for the shape of the parameter itself.
 ParameterRule rule_of_shape(const ShampooOptions& o, at::IntArrayRef shape,
-                            Dims dims = Dims::kMerged);
+                            Role role = Role::kParameter);
 
 // The name is "preconditioned", "diagonal" or that of the grafted method. The detail gives the
 // blocks and the exponent, or why no matrices precondition the parameter.
@@ -52,9 +52,9 @@ BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape);
 
 // The blocks of a parameter; none if no matrices precondition it.
 Blocking shampoo_blocking(const ShampooOptions& o, at::IntArrayRef shape,
-                          Dims dims = Dims::kMerged);
+                          Role role = Role::kParameter);
 // The same for each parameter.
 std::vector<Blocking> make_blockings(const ShampooOptions& o, at::TensorList params,
-                                     Dims dims = Dims::kMerged);
+                                     Role role = Role::kParameter);
 
 }  // namespace torchium::optim::detail

@@ -78,7 +78,7 @@ c10::intrusive_ptr<BlockedPlans> make_shared_shampoo_plans(distributed::Communic
                                                            const SharingOptions& options) {
   return c10::make_intrusive<SharedPlans>(
       "Shampoo", [](c10::Device device) { return c10::make_intrusive<ShampooPlan>(device); },
-      [](c10::Device device) { return c10::make_intrusive<ShampooPlan>(device, Dims::kAsGiven); },
+      [](c10::Device device) { return c10::make_intrusive<ShampooPlan>(device, Role::kDirection); },
       std::make_unique<ShampooSharing>(), std::move(ranks), options);
 }
 

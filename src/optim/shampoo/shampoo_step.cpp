@@ -43,11 +43,12 @@ Schedule make_schedule(const ShampooOptions& o, const StateList& states,
 
 }  // namespace
 
-ShampooStep::ShampooStep(const ShampooOptions& options, std::vector<Blocking> blockings,
-                         std::vector<at::Tensor> params, StateList states, at::Tensor status)
+ShampooStep::ShampooStep(const ShampooOptions& options, Role role, std::vector<at::Tensor> params,
+                         StateList states, at::Tensor status)
     : options_(options),
-      group_{std::move(params), std::move(states), std::move(blockings), {}},
+      group_{role, std::move(params), std::move(states), {}, {}},
       status_(std::move(status)) {
+  group_.blockings = make_blockings(options, group_.params, role);
   for (size_t i = 0; i < group_.params.size(); ++i) {
     group_.rules.push_back(parameter_rule(options, group_.blockings[i].dims));
     if (options.momentum() == 0.0) {

@@ -19,11 +19,11 @@ namespace torchium::optim::detail {
 // support, by PyTorch operators for all others.
 class ShampooStep : public PrologueStep {
  public:
-  // One parameter at least, its blocks, and a state for each that fits the options
+  // One parameter at least, and a state for each that fits the options
   // (BlockedPlan::fit). Keeps the tensors, which stay the caller's, and the reference: numbers
   // among the options may change between steps. status: see step_status.h.
-  ShampooStep(const ShampooOptions& options, std::vector<Blocking> blockings,
-              std::vector<at::Tensor> params, StateList states, at::Tensor status);
+  ShampooStep(const ShampooOptions& options, Role role, std::vector<at::Tensor> params,
+              StateList states, at::Tensor status);
   ShampooStep(const ShampooStep&) = delete;
   ShampooStep& operator=(const ShampooStep&) = delete;
 

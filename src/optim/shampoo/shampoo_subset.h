@@ -18,6 +18,7 @@ namespace torchium::optim::detail {
 
 // All lists have one entry per parameter.
 struct ShampooGroup {
+  Role role;
   std::vector<at::Tensor> params;
   StateList states;                 // undefined: not used by the options
   std::vector<Blocking> blockings;  // without blocks if no matrices precondition

@@ -149,15 +149,8 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
     withdraw(device_);
     throw;
   }
-  agreement->begin([&] { clear_directions(); });
+  agreement->begin();
   return std::move(*agreement);
-}
-
-void SharedPlans::clear_directions() const {
-  for (const auto& [dtype, exchange] : exchanges_) {
-    exchange.gathered->clear_own();
-    at::Tensor(exchange.directions).zero_();
-  }
 }
 
 StepFindings SharedPlans::settle(const PendingAgreement& agreement) {

@@ -165,7 +165,6 @@ class SharedPlans : public BlockedPlans {
   bool takes_as_it_is(const Sent& sent, const at::Tensor& grad) const;
   bool has_new_memory() const;
   void release_gradients();
-  void clear_directions() const;
   at::Tensor unfit_parameters() const;
   at::Tensor values_of(const Sent& sent) const;
   uint64_t hash_of_step(const LearningRates& lr) const;

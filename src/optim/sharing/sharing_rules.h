@@ -1,7 +1,8 @@
 // What the ranks of a process group need to know of an optimizer to share its step.
 //
-// A rank computes the directions of the blocks that it owns as steps from zero with learning rate
-// -1: p = 0 + d. All ranks then apply the directions, with the weight decay and the learning rate.
+// A rank computes the directions of the blocks that it owns as steps from zero, whatever the block
+// held, with learning rate -1: p = 0 + d. All ranks then apply the directions, with the weight
+// decay and the learning rate.
 #pragma once
 
 #include "optim/blocked/blocked_plan.h"

@@ -91,7 +91,7 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
                                [](const at::Tensor* tensor) { return aligned_to_four(*tensor); });
 }
 
-cuda_kernels::ElementRule element_rule(const ShampooOptions& o) {
+cuda_kernels::ElementRule element_rule(const ShampooOptions& o, Role role) {
   return {.block_size = kernel_block_size(o),
           .maximize = o.maximize(),
           .weight_decay = static_cast<float>(l2_penalty(o)),
@@ -103,7 +103,8 @@ cuda_kernels::ElementRule element_rule(const ShampooOptions& o) {
           .diagonal_eps = static_cast<float>(o.eps()),
           .momentum = static_cast<float>(o.momentum()),
           .nesterov = o.nesterov(),
-          .grafting = o.grafting().has_value()};
+          .grafting = o.grafting().has_value(),
+          .from_zero = role == Role::kDirection};
 }
 
 // Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
@@ -186,7 +187,7 @@ void ShampooKernels::moments(const ShampooRun& run) {
     set_gradient(tables_[place.entry], check_.gradient_kind(place.param), place.by_fours);
   }
   for (const auto& table : tables_) {
-    C10_CUDA_CHECK(gather_gradients(element_rule(o), table, buffers(), stream_));
+    C10_CUDA_CHECK(gather_gradients(element_rule(o, group_.role), table, buffers(), stream_));
   }
   for (const TablePlace& place : places_) {
     for (const at::Tensor* tensor : elementwise_state(group_.states[place.param])) {
@@ -210,7 +211,7 @@ void ShampooKernels::precondition(const ShampooRun&) {
 }
 
 void ShampooKernels::apply(const ShampooRun& run) {
-  const auto rule = element_rule(run.options);
+  const auto rule = element_rule(run.options, group_.role);
   const at::Tensor lr = readable_learning_rate(run.lr);
   for (const auto& table : tables_) {
     if (run.options.grafting().has_value()) {
