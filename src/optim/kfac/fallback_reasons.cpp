@@ -17,13 +17,13 @@ constexpr std::array kFallbackReasons{
     FallbackReason{"recurrent", "",
                    " has no Kronecker factors (its weights are not linear layers of modules)"},
     FallbackReason{"layer", "",
-                   " has no Kronecker factors (it is no linear layer, convolution, embedding or "
+                   " has no Kronecker factors (it is not a linear layer, convolution, embedding or "
                    "norm)"},
     FallbackReason{"bare", "a parameter of ", ", used outside of a module that has factors"},
     FallbackReason{"not_seen", "a parameter of ",
                    ", not seen as weight or bias of a linear layer, convolution, embedding or "
                    "norm"},
-    FallbackReason{"own_forward", "", " has a forward of its own, which may be no linear layer"},
+    FallbackReason{"own_forward", "", " has a forward of its own, which may not be a linear layer"},
     FallbackReason{"jit", "", " is compiled by torch.jit and runs no hooks"},
     FallbackReason{"attention", "", " has kdim or vdim, and so weights outside of modules"},
     FallbackReason{"computed", "weight computed by ", ""},

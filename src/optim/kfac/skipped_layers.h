@@ -6,7 +6,7 @@
 
 namespace torchium::optim::detail {
 
-// Throws c10::ValueError for a pattern that is no regular expression.
+// Throws c10::ValueError for a pattern that is not a regular expression.
 void check_skip_layers(const std::vector<std::string>& patterns);
 
 // Whether one of the patterns, regular expressions, is found in the layer's name or in its type.

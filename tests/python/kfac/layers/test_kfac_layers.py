@@ -198,7 +198,7 @@ FALLBACK = {
     "unknown_module": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 3)),
         {
-            "1.weight": "PReLU has no Kronecker factors (it is no linear layer, convolution, embedding or "
+            "1.weight": "PReLU has no Kronecker factors (it is not a linear layer, convolution, embedding or "
             "norm)"
         },
     ),
@@ -207,7 +207,7 @@ FALLBACK = {
         lambda: nn.Sequential(nn.Linear(4, 4), LayerNorm(4), nn.Linear(4, 3)),
         dict.fromkeys(
             ["1.weight", "1.bias"],
-            f"LayerNorm of {__name__} has a forward of its own, which may be no linear layer",
+            f"LayerNorm of {__name__} has a forward of its own, which may not be a linear layer",
         ),
     ),
     "other_norms": (
