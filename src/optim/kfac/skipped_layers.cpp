@@ -12,8 +12,9 @@ void check_skip_layers(const std::vector<std::string>& patterns) {
     try {
       const std::regex parsed(pattern);
     } catch (const std::regex_error& error) {
-      TORCH_CHECK_VALUE(false, "skip_layers has '", pattern, "', which is not a regular expression (",
-                        error.what(), "); pass patterns for names or types of layers");
+      TORCH_CHECK_VALUE(false, "skip_layers has '", pattern,
+                        "', which is not a regular expression (", error.what(),
+                        "); pass patterns for names or types of layers");
     }
   }
 }
