@@ -18,6 +18,13 @@ std::vector<int64_t> memory_info_list(std::optional<c10::Device> device) {
           info.arena, info.arena_in_use, info.workspace_limit};
 }
 
+std::tuple<int64_t, int64_t, int64_t, int64_t, bool> cuda_memory_info_tuple(
+    std::optional<c10::Device> device) {
+  const CudaMemoryInfo info = cuda_memory_info(device);
+  return {info.total_memory, info.free_memory, info.allocated_memory, info.cached_memory,
+          info.available};
+}
+
 // One list per member of WorkspaceUse.
 std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<int64_t>,
            std::vector<int64_t>, std::vector<int64_t>>
@@ -38,6 +45,8 @@ workspace_report_lists() {
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("memory_info(Device? device=None) -> int[]", &memory_info_list);
+  m.def("cuda_memory_info(Device? device=None) -> (int, int, int, int, bool)",
+        &cuda_memory_info_tuple);
   m.def("workspace_report() -> (str[], str[], int[], int[], int[])", &workspace_report_lists);
   m.def("set_workspace_limit(int? bytes) -> ()", &set_workspace_limit);
   m.def("workspace_limit() -> int?", &workspace_limit);

@@ -176,35 +176,15 @@ def cuda_memory_info(device: torch.device | str | int | None = None) -> dict[str
         ValueError: CUDA is available, but the device does not exist; or the device is neither CUDA
             nor CPU.
     """
-    chosen = _cuda_index(device)
-    if chosen is None:
-        total = free = allocated = cached = 0
-    else:
-        free, total = torch.cuda.mem_get_info(chosen)
-        allocated = torch.cuda.memory_allocated(chosen)
-        cached = torch.cuda.memory_reserved(chosen)
+    chosen = None if device is None else as_device("cuda_memory_info", device)
+    total, free, allocated, cached, available = torch.ops.torchium.cuda_memory_info(chosen)
     return {
         "total_memory": total,
         "allocated_memory": allocated,
         "free_memory": free,
         "cached_memory": cached,
-        "available": chosen is not None,
+        "available": available,
     }
-
-
-def _cuda_index(device: torch.device | str | int | None) -> int | None:
-    """The index of the CUDA device; None for the CPU or without CUDA."""
-    if device is not None:
-        device = as_device("cuda_memory_info", device)
-        if device.type not in ("cuda", "cpu"):
-            raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
-    if not torch.cuda.is_available() or (device is not None and device.type == "cpu"):
-        return None
-    if device is None or device.index is None:
-        return torch.cuda.current_device()
-    if device.index >= torch.cuda.device_count():
-        raise ValueError(f"device is {device}; there are {torch.cuda.device_count()} CUDA devices")
-    return device.index
 
 
 class CUDAShampoo(Shampoo):
