@@ -12,6 +12,7 @@ from torch.func import grad_and_value, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from .._callers import users_stacklevel
 from .._capture.layers import mixes_samples
 from .._reentrant import refuse_reentrant_checkpoints
 from .layers import LayerCalls, attention_for_vmap, layer_calls, leaves
@@ -153,7 +154,7 @@ def evaluate(
     warnings.warn(
         f"{function} takes the samples one by one, which is slow for a batch: in "
         f"{type(model).__name__}, {reason}",
-        stacklevel=3,
+        stacklevel=users_stacklevel(),
     )
     return result
 

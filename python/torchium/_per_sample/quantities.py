@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from .per_sample import Rows, evaluate, one_call
 from .sample_loss import LossFunction, trainable
 
 _ops = torch.ops.torchium
+
+# Model, parameters, loss function, inputs and targets.
+Batch = tuple[nn.Module, dict[str, Tensor], LossFunction, Any, Any]
 
 
 def per_sample_norms(
@@ -49,26 +52,12 @@ def per_sample_norms(
     _check_workspace(max_workspace_bytes)
     with one_call:
         parameters = _trainable(model)
-        params = list(parameters.values())
-
-        options = {"max_workspace_bytes": max_workspace_bytes}
-
-        def from_rows(rows: Rows, samples: int) -> Tensor:
-            chunks = _chunks(params, samples, max_workspace_bytes)
-            found = (_of_rows(params, rows(*chunk)) for chunk in chunks)
-            return torch.cat([calls.run(_ops.per_sample_norms, **options) for calls in found])
-
-        norms: Tensor = evaluate(
+        return _of_each_sample(
             "per_sample_norms",
-            model,
-            parameters,
-            loss_fn,
-            inputs,
-            targets,
-            lambda calls: calls.run(_ops.per_sample_norms, **options),
-            from_rows,
+            (model, parameters, loss_fn, inputs, targets),
+            max_workspace_bytes,
+            lambda calls: calls.run(_ops.per_sample_norms, max_workspace_bytes=max_workspace_bytes),
         )
-    return norms
 
 
 def gram(
@@ -167,25 +156,13 @@ def jvp_dots(
     _check_workspace(max_workspace_bytes)
     with one_call:
         parameters = _trainable(model)
-        params = list(parameters.values())
         v = [x.to(p.device, _dtype([p])) for p, x in _fitting(parameters, vectors)]
-
-        def from_rows(rows: Rows, samples: int) -> Tensor:
-            chunks = _chunks(params, samples, max_workspace_bytes)
-            found = (_of_rows(params, rows(*chunk)) for chunk in chunks)
-            return torch.cat([calls.run(_ops.per_sample_products, vectors=v) for calls in found])
-
-        result: Tensor = evaluate(
+        return _of_each_sample(
             "jvp_dots",
-            model,
-            parameters,
-            loss_fn,
-            inputs,
-            targets,
+            (model, parameters, loss_fn, inputs, targets),
+            max_workspace_bytes,
             lambda calls: calls.run(_ops.per_sample_products, vectors=v),
-            from_rows,
         )
-    return result
 
 
 def clip_and_accumulate(
@@ -272,6 +249,19 @@ def clip_and_accumulate(
             _accumulate(p, total)
     result: Tensor = norms
     return result
+
+
+def _of_each_sample(
+    function: str, batch: Batch, max_bytes: int, run: Callable[[LayerCalls], Tensor]
+) -> Tensor:
+    """One number per sample, which ``run`` computes from layer calls; ``batch`` as for evaluate()."""
+    params = list(batch[1].values())
+
+    def from_rows(rows: Rows, samples: int) -> Tensor:
+        chunks = _chunks(params, samples, max_bytes)
+        return torch.cat([run(_of_rows(params, rows(*chunk))) for chunk in chunks])
+
+    return evaluate(function, *batch, run, from_rows)
 
 
 @torch.no_grad()
