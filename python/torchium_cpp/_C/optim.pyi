@@ -85,8 +85,8 @@ class AdaHessian(SecondOrderOptimizer):
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
     ) -> None: ...
 
-class KFAC(SecondOrderOptimizer):
-    """torchium::optim::KFAC."""
+class _CapturingOptimizer(SecondOrderOptimizer):
+    """What KFAC and NaturalGradient have both."""
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
@@ -112,41 +112,15 @@ class KFAC(SecondOrderOptimizer):
 
     def report_table(self) -> str:
         """The same as C++ programs print it."""
+
+class KFAC(_CapturingOptimizer):
+    """torchium::optim::KFAC."""
 
 class KFACPreconditioner(KFAC):
     """torchium::optim::KFACPreconditioner."""
 
-    def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
-    ) -> None: ...
-
-class NaturalGradient(SecondOrderOptimizer):
+class NaturalGradient(_CapturingOptimizer):
     """torchium::optim::NaturalGradient."""
-
-    def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
-    ) -> None: ...
-    def update_curvature(
-        self,
-        outputs: Tensor,
-        loss: str,
-        *,
-        reduction: str = "mean",
-        class_dim: int | None = None,
-        mask: Tensor | None = None,
-        samples: int = 1,
-        generator: Generator | None = None,
-    ) -> None:
-        """The curvature of the next step, for fisher 'mc' and 'ggn'."""
 
     def update_jacobian(self, rows: list[Tensor], residuals: Tensor) -> None:
         """The Jacobian and residuals of the next step, from the caller."""
-
-    def update_damping(self, loss_before: float, loss_after: float) -> float:
-        """Adapts the damping by the losses before and after the last step."""
-
-    def report(self) -> dict[str, Any]:
-        """What the optimizer has done."""
-
-    def report_table(self) -> str:
-        """The same as C++ programs print it."""
