@@ -104,5 +104,6 @@ def test_a_noisy_step_of_the_example_is_that_of_opacus(noise_multiplier, opacus,
         torch.manual_seed(11)
         dp_sgd.add_noise(model, noise_multiplier * max_norm, expected_size)
     optimizer.step()
-    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        list(model.parameters()), list(wrapped.parameters()), rtol=1e-5, atol=1e-5
+    )

@@ -132,8 +132,7 @@ def test_products_of_lists_are_differentiable():
     for a, b, x in zip(A, B, X, strict=True):
         found = [a.grad, b.grad, x.grad]
         expected = torch.autograd.grad((linalg.kron(a, b) @ x).sin().sum(), [a, b, x])
-        for f, e in zip(found, expected, strict=True):
-            torch.testing.assert_close(f, e)
+        torch.testing.assert_close(found, expected)
     with pytest.raises(RuntimeError, match="kron_solve has no derivative, but A requires grad"):
         linalg.kron_solve(A, B, X, 0.1)
 

@@ -255,8 +255,7 @@ def test_the_optimizer_need_not_know_the_scaler(make, device):
             scaler.step(optimizer)
             scaler.update()
         results.append(values(model))
-    for known, unknown in zip(*results, strict=True):
-        torch.testing.assert_close(unknown, known, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 @capturing_cases

@@ -200,8 +200,7 @@ def test_hooks_that_run_first_and_replace_nothing_do_not_matter(make, place):
         results.append(values(model))
     handle.remove()
     assert len(seen) == 3
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @both
@@ -217,8 +216,7 @@ def test_a_hook_that_runs_first_does_not_disturb_checkpoints(make):
         optimizer.step()
         results.append(values(model))
     handle.remove()
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 # ---- calls of other forms
@@ -236,8 +234,7 @@ def test_the_input_may_be_a_keyword_of_another_name(make):
         F.cross_entropy(layer(x=x) if by_keyword else layer(x), y).backward()
         optimizer.step()
         results.append(values(layer))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
@@ -296,8 +293,7 @@ def test_new_modules_around_known_parameters_are_seen(make, form):
         if isinstance(optimizer, torchium.KFAC):
             assert optimizer.state[model[0].weight]["factor_updates"] == 6
         results.append(values(model))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @both
@@ -343,8 +339,7 @@ def test_a_list_of_the_parameters_is_no_layer(make):
         step(model, optimizer, 1)
         results.append(values(model))
         del kept
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 # ---- threads
@@ -396,8 +391,7 @@ def test_threads_may_share_the_first_pass(make, form, eager_switching):
         model = copy.deepcopy(start)
         optimizer = make(model if form == "model" else model.parameters())
         train_in_threads(Doubled(model), optimizer, range(4))
-        for ours, theirs in zip(values(model), values(expected), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(values(model), values(expected), rtol=1e-8, atol=1e-10)
 
 
 class Doubled(nn.Module):
