@@ -21,6 +21,7 @@ from test_kfac import (
     MODELS,
     SPLITS,
     assert_close_in_norm,
+    assert_each_close_in_norm,
     batch_of,
     curvlinops_directions,
     factors_of,
@@ -69,8 +70,7 @@ def test_training_follows_the_reference(name, options, split, device):
     model.to(device)
     optimizer = torchium.KFAC(model, fisher="ggn", damping_split=split, **OPTIONS[options])
     train(model, optimizer, shape, 4)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close_in_norm(p.detach().cpu(), q.detach(), 1e-8)
+    assert_each_close_in_norm(model.parameters(), twin.parameters(), 1e-8)
 
 
 def dense_ggn(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -109,8 +109,7 @@ def test_one_sample_has_the_exact_blocks(reduction, loss, device):
     expected = dense_ggn(model, x, lambda f: function(f, y, reduction=reduction))
     optimizer.step()
     # the step has changed the weights, not the factors
-    for block, reference in zip(kronecker_blocks(model, optimizer), expected, strict=True):
-        assert_close_in_norm(block, reference, 1e-10)
+    assert_each_close_in_norm(kronecker_blocks(model, optimizer), expected, 1e-10)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -125,8 +124,7 @@ def test_a_deep_linear_net_has_the_exact_blocks(bias, device):
     F.mse_loss(outputs, y).backward()
     expected = dense_ggn(model, x, lambda f: F.mse_loss(f, y))
     optimizer.step()
-    for block, reference in zip(kronecker_blocks(model, optimizer), expected, strict=True):
-        assert_close_in_norm(block, reference, 1e-10)
+    assert_each_close_in_norm(kronecker_blocks(model, optimizer), expected, 1e-10)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -215,8 +213,7 @@ def test_tokens_may_be_samples(device):
         outputs.sum().backward()
         optimizer.step()
         factors.append(factors_of(optimizer))
-    for ours, theirs in zip(*factors, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-10)
+    assert_each_close_in_norm(*factors, 1e-10)
 
 
 # Sampled targets
@@ -315,8 +312,7 @@ def test_micro_batches_equal_one_batch(name, sizes, device):
                 (F.cross_entropy(outputs, part_y) * len(part_x) / len(x)).backward()
             optimizer.step()
         results.append([p.detach() for p in model.parameters()])
-    for ours, theirs in zip(*results, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-10)
+    assert_each_close_in_norm(*results, 1e-10)
 
 
 def test_curvature_of_several_passes_is_their_mean(device):
@@ -389,8 +385,7 @@ def test_checkpointed_layers(device):
         optimizer.step()
         factors.append(factors_of(optimizer))
     assert len(factors[1]) == 6
-    for ours, theirs in zip(*factors, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-10)
+    assert_each_close_in_norm(*factors, 1e-10)
 
 
 # The option
@@ -437,8 +432,7 @@ def test_directions_agree_with_curvlinops(seed, sharing, loss):
     loss_fn(outputs, y).backward()
     exact = {"damping": damping, "use_exact_damping": True}
     expected = curvlinops_directions(model, loss_fn, x, y, "type-2", sharing, exact)
-    for d, reference in zip(updates(model, optimizer), expected, strict=True):
-        assert_close_in_norm(d, reference, 1e-6)
+    assert_each_close_in_norm(updates(model, optimizer), expected, 1e-6)
 
 
 # A loss that compares samples

@@ -13,7 +13,7 @@ import pytest
 import torch
 from curvature_losses import FISHERS
 from optimizer_cases import ignore_fallback
-from test_kfac import assert_close_in_norm, batch_of, make_model, mlp
+from test_kfac import assert_each_close_in_norm, batch_of, make_model, mlp
 from test_kfac_fisher import train
 from torch import nn
 from torch.nn import functional as F
@@ -130,8 +130,7 @@ def test_a_loss_scale_does_not_matter(every, unscale, kind, device):
             scaler.update()
         factors = [s[key] for s in optimizer.state.values() for key in ("A", "G") if key in s]
         results.append([*factors, *(p.detach() for p in model.parameters())])
-    for ours, theirs in zip(*results, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-10)
+    assert_each_close_in_norm(*results, 1e-10)
 
 
 @kinds

@@ -14,6 +14,7 @@ from reference.ekfac import dense
 from test_kfac import (
     BARE,
     assert_close_in_norm,
+    assert_each_close_in_norm,
     make_model,
     mlp,
     random,
@@ -106,8 +107,7 @@ def test_training_follows_the_reference(name, options, device):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close_in_norm(p.detach().cpu(), q.detach(), 1e-7)
+    assert_each_close_in_norm(model.parameters(), reference.parameters(), 1e-7)
 
 
 # Dense Fisher matrices
@@ -261,8 +261,7 @@ def test_directions_agree_with_curvlinops(name):
     optimizer.zero_grad()
     F.cross_entropy(model(x), y).backward()
     expected = inverse @ [p.grad for p in params]
-    for d, reference in zip(updates(model, optimizer), expected, strict=True):
-        assert_close_in_norm(d, reference, 1e-6)
+    assert_each_close_in_norm(updates(model, optimizer), expected, 1e-6)
 
 
 # Averages
@@ -313,8 +312,7 @@ def test_micro_batches_and_sums_equal_one_mean(name, device):
         moments = [s["second_moments"] for s in optimizer.state.values() if "A" in s]
         results.append([*moments, *(p.detach() for p in model.parameters())])
     for other in results[1:]:
-        for ours, theirs in zip(results[0], other, strict=True):
-            assert_close_in_norm(ours, theirs, 1e-8)
+        assert_each_close_in_norm(results[0], other, 1e-8)
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -333,8 +331,7 @@ def test_a_loss_scale_cancels(unscale, device):
             scaler.step(optimizer)
             scaler.update()
         results.append([p.detach() for p in model.parameters()])
-    for ours, theirs in zip(*results, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-9)
+    assert_each_close_in_norm(*results, 1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

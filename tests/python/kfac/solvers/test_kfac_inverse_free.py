@@ -17,6 +17,7 @@ from test_kfac import (
     MODELS,
     TiedHead,
     assert_close_in_norm,
+    assert_each_close_in_norm,
     batch_of,
     make_model,
     mlp,
@@ -83,8 +84,7 @@ def test_training_follows_the_reference(name, structure, options, device):
             optimizer.update_curvature(outputs, "cross_entropy")
         F.cross_entropy(outputs, y).backward()
         optimizer.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close_in_norm(p.detach().cpu(), q.detach(), 1e-10)
+    assert_each_close_in_norm(model.parameters(), reference.parameters(), 1e-10)
 
 
 def test_a_block_of_all_rows_is_dense(device):
@@ -123,8 +123,7 @@ def test_micro_batches_under_a_scaler_equal_one_batch(structure, device):
             scaler.step(optimizer)
             scaler.update()
         results.append([p.detach() for p in model.parameters()])
-    for ours, theirs in zip(*results, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-10)
+    assert_each_close_in_norm(*results, 1e-10)
 
 
 @ignore_fallback
@@ -150,8 +149,7 @@ def test_the_preconditioner_in_front_of_sgd_is_kfac(device):
                 preconditioner.step()
             optimizer.step()
         results.append([p.detach() for p in model.parameters()])
-    for ours, theirs in zip(*results, strict=True):
-        assert_close_in_norm(ours, theirs, 1e-10)
+    assert_each_close_in_norm(*results, 1e-10)
 
 
 # ---- fixed points
