@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -153,6 +154,14 @@ def state_in_own_dtype(optimizer: Any, param: Tensor) -> list[tuple[str, Tensor]
 
 def values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
+
+
+def through_a_file(saved: Any, **options: Any) -> Any:
+    """What `torch.load` gives with these options."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, **{"weights_only": True, **options})
 
 
 def assert_same(actual: object, expected: object) -> None:

@@ -6,13 +6,12 @@ test_kfac_fisher.py and test_natural_gradient_fisher.py compare the results with
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from curvature_losses import FISHERS
-from optimizer_cases import ignore_fallback
+from optimizer_cases import ignore_fallback, through_a_file
 from test_kfac import assert_each_close_in_norm, batch_of, make_model, mlp
 from test_kfac_fisher import train
 from torch import nn
@@ -165,12 +164,9 @@ def test_copies_and_checkpoints_go_on_alike(how, every, fisher, kind, device):
     if how == "deepcopy":
         twin, other = copy.deepcopy((model, optimizer))
     else:
-        saved = io.BytesIO()
-        torch.save(optimizer.state_dict(), saved)
-        saved.seek(0)
         twin = copy.deepcopy(model)
         other = kind(twin)
-        other.load_state_dict(torch.load(saved))
+        other.load_state_dict(through_a_file(optimizer.state_dict()))
         assert other.param_groups[0]["fisher"] == fisher
     for each, its in ((model, optimizer), (twin, other)):
         train(each, its, shape, 4, first=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torchium
 from captured_layers import Conv1D
 from combinations import in_turn
 from cuda_waits import no_waits
-from optimizer_cases import assert_same, backward, mlp, values
+from optimizer_cases import assert_same, backward, mlp, through_a_file, values
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torchium import KFAC, KFACPreconditioner
@@ -358,13 +357,11 @@ def test_a_checkpoint_goes_on_bit_for_bit(pause, device):
     model = mlp(device)
     sgd, preconditioner = make_pair(model)
     preconditioned_run(model, sgd, preconditioner, 0, pause)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), sgd.state_dict(), preconditioner.state_dict()], file)
+    saved = through_a_file([each.state_dict() for each in (model, sgd, preconditioner)])
     expected = preconditioned_run(model, sgd, preconditioner, pause, 8)
     resumed = mlp(device)
     objects = [resumed, *make_pair(resumed)]
-    file.seek(0)
-    for each, state in zip(objects, torch.load(file, weights_only=True), strict=True):
+    for each, state in zip(objects, saved, strict=True):
         each.load_state_dict(state)
     assert_same(preconditioned_run(*objects, pause, 8), expected)
 

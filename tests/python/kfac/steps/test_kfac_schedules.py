@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from cuda_waits import no_waits
-from optimizer_cases import assert_same, backward, mlp, snapshot, values
+from optimizer_cases import assert_same, backward, mlp, snapshot, through_a_file, values
 from torch import Tensor, nn
 from torchium import KFAC, KFACPreconditioner
 
@@ -244,11 +243,8 @@ def test_a_checkpoint_has_values_and_the_optimizer_its_functions(pause, device):
     model = mlp(device)
     optimizer = KFAC(model, lr=0.05, **SCHEDULES)
     trained(optimizer, model, 1, pause)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    weights, state = through_a_file([model.state_dict(), optimizer.state_dict()])
     expected = trained(optimizer, model, pause)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
     assert "schedules" not in state["param_groups"][0]
     assert state["param_groups"][0]["damping"] == 0.5 / (pause - 1)
     resumed = mlp(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import os
 import pickle
@@ -23,19 +22,13 @@ from optimizer_cases import (
     plain_cases,
     run,
     set_gradients,
+    through_a_file,
     trained,
     values,
 )
 from torch import Tensor, nn
 
 pytestmark = ignore_fallback
-
-
-def through_a_file(state_dict: dict) -> dict:
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def tensors_of(state_dict: dict) -> list[Tensor]:

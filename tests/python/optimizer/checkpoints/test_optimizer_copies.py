@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -19,6 +18,7 @@ from optimizer_cases import (
     run,
     set_gradients,
     snapshot,
+    through_a_file,
     trained,
 )
 from torch import nn
@@ -86,10 +86,7 @@ def test_a_copy_whose_first_step_fails_continues_bit_for_bit(make):
 @all_cases
 def test_whole_optimizer_goes_through_torch_save(make):
     model, optimizer = trained(make)
-    buffer = io.BytesIO()
-    torch.save((model, optimizer), buffer)
-    buffer.seek(0)
-    other, other_optimizer = torch.load(buffer, weights_only=False)
+    other, other_optimizer = through_a_file((model, optimizer), weights_only=False)
     expected = run(model, optimizer, 4, 4)
     assert_same(run(other, other_optimizer, 4, 4), expected)
 

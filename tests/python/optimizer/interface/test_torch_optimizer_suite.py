@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torchium
-from optimizer_cases import assert_same, ignore_fallback, values
+from optimizer_cases import assert_same, ignore_fallback, through_a_file, values
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import (
@@ -317,10 +317,8 @@ def test_state_dicts_pass_through_files(cls, kwargs, weights_only):
     layer, loss = linear()
     optimizer = cls(layer.parameters(), **deepcopy(kwargs))
     train(optimizer, loss, 3)
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    assert_same(torch.load(buffer, weights_only=weights_only), optimizer.state_dict())
+    state_dict = optimizer.state_dict()
+    assert_same(through_a_file(state_dict, weights_only=weights_only), state_dict)
 
 
 @every_optimizer

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 from cuda_waits import no_waits
-from optimizer_cases import CASES, Make, assert_same, mlp, run, set_gradients, values
+from optimizer_cases import (
+    CASES,
+    Make,
+    assert_same,
+    mlp,
+    run,
+    set_gradients,
+    through_a_file,
+    values,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -91,10 +99,8 @@ def test_checkpoints_move_between_devices(make: Make) -> None:
     on_cuda = mlp("cuda", torch.float64)
     first = make(on_cuda.parameters())
     run(on_cuda, first, steps=3)
-    file = io.BytesIO()
-    torch.save({"model": on_cuda.state_dict(), "optimizer": first.state_dict()}, file)
-    file.seek(0)
-    checkpoint = torch.load(file, weights_only=True, map_location="cpu")
+    saved = {"model": on_cuda.state_dict(), "optimizer": first.state_dict()}
+    checkpoint = through_a_file(saved, map_location="cpu")
     on_cpu = mlp(dtype=torch.float64)
     on_cpu.load_state_dict(checkpoint["model"])
     second = make(on_cpu.parameters())
