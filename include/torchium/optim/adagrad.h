@@ -61,9 +61,7 @@ class TORCHIUM_API Adagrad : public BlockedOptimizer {
   explicit Adagrad(std::vector<at::Tensor> params, AdagradOptions defaults = {});
 
  protected:
-  void check_options(const Options& options) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
-  bool equal_but_lr(const Options& a, const Options& b) const override;
   c10::intrusive_ptr<detail::BlockedPlans> make_plans() const override;
   const char* name() const override { return "Adagrad"; }
 };

@@ -59,8 +59,6 @@ class TORCHIUM_API BlockedOptimizer : public SecondOrderOptimizer {
   std::vector<detail::BlockedGroup> groups() const;
   detail::BlockedPlans& plans() const;
 
-  // Whether they are equal apart from the learning rate.
-  virtual bool equal_but_lr(const Options& a, const Options& b) const = 0;
   virtual c10::intrusive_ptr<detail::BlockedPlans> make_plans() const = 0;
 
   void take_step() override;

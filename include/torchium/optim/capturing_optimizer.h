@@ -15,12 +15,6 @@
 #include <tuple>
 #include <vector>
 
-namespace c10d {
-class ProcessGroup;
-}  // namespace c10d
-namespace torchium::distributed {
-class Communicator;
-}  // namespace torchium::distributed
 namespace torchium::gradients::detail {
 class ModelLayers;
 class OperatorCapture;
@@ -83,9 +77,6 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // ---- what an optimizer defines
 
   virtual c10::intrusive_ptr<detail::JointPlan> make_plan() const = 0;
-  // process_group of these options.
-  virtual std::shared_ptr<const distributed::Communicator> ranks_of(
-      const Options& options) const = 0;
   // Whether calls of the parameter may be captured.
   virtual bool is_watched(const at::Tensor& param) const { return true; }
   // Whether calls of batch norm are captured, which mix samples in training mode.
@@ -119,8 +110,6 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   // Drops the captured calls, and decides what to capture next.
   void forget_captures();
 
-  // Throws c10::ValueError for a process_group that is not that of the optimizer.
-  void check_together(const std::vector<const Options*>& groups) const override;
   void take_step() override;
   void withdraw() override;
   StateList fit_states(size_t group, const Options& options,

@@ -28,7 +28,7 @@ class KfacPlan;
 /// Options of KFAC; names and defaults are those of Python's `torchium.KFAC`. batch_averaged,
 /// kl_clip, damping_split, ekfac, solver, fisher and adaptive_damping must be the same in all
 /// groups; for the others, the group of the weight decides for a layer.
-struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
+struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions>, public SharedOptions {
   KFACOptions(double lr = 0.003);
   using structures_t = std::tuple<std::string, std::string>;
   /// Learning rate, >= 0.
@@ -110,8 +110,10 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   /// The ranks that share the step, where parameters and gradients are the same on all of them and
   /// each has its own samples: factors are those of all samples. All ranks must call step(). In the
   /// defaults of the optimizer alone, and not saved. Null: no group.
-  KFACOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+  KFACOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    set_ranks(group);
+    return *this;
+  }
   /// With a process_group of W ranks: the share of the ranks that keep the inverses of a layer and
   /// compute its direction, max(1, round(grad_worker_fraction W)) of them at most, in (0, 1]. 1:
   /// inverses are sent when they are due, and nothing else; 1 / W: one rank keeps them, and sends
@@ -121,9 +123,6 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions> {
   /// Regular expressions: layers with one in their name ("encoder\\.0") or type ("Linear") have no
   /// factors, and take steps of SGD with momentum. Set in the defaults alone.
   TORCH_ARG(std::vector<std::string>, skip_layers) = {};
-
- private:
-  std::shared_ptr<const distributed::Communicator> ranks_;
 };
 extern template struct OptionsOf<KFACOptions>;
 
@@ -285,13 +284,11 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   // For constructors of derived classes, which call initialize().
   KFAC(const torch::nn::Module& model, std::unique_ptr<Options> defaults);
 
-  void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
   void follow_schedules() override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   std::optional<StateMap> whole_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
-  std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   virtual std::vector<std::string> skip_layers_of(const Options& options) const;
   bool is_watched(const at::Tensor& param) const override;
   bool captures_next() override;

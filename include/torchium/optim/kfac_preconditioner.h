@@ -20,7 +20,8 @@ namespace torchium::optim {
 /// `torchium.KFACPreconditioner`, and the first six names also those of kfac-pytorch.
 /// batch_averaged, kl_clip, damping_split, ekfac, solver and fisher must be the same in all
 /// groups; for the others, the group of the weight decides for a layer.
-struct TORCHIUM_API KFACPreconditionerOptions : public OptionsOf<KFACPreconditionerOptions> {
+struct TORCHIUM_API KFACPreconditionerOptions : public OptionsOf<KFACPreconditionerOptions>,
+                                                public SharedOptions {
   KFACPreconditionerOptions(double lr = 0.1);
   /// Learning rate of the other optimizer, >= 0. Only the KL clip depends on it.
   TORCH_ARG(double, lr) = 0.1;
@@ -51,13 +52,12 @@ struct TORCHIUM_API KFACPreconditionerOptions : public OptionsOf<KFACPreconditio
 
  public:
   /// As in KFACOptions.
-  KFACPreconditionerOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
+  KFACPreconditionerOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    set_ranks(group);
+    return *this;
+  }
   TORCH_ARG(double, grad_worker_fraction) = 1.0;
   TORCH_ARG(std::vector<std::string>, skip_layers) = {};
-
- private:
-  std::shared_ptr<const distributed::Communicator> ranks_;
 };
 extern template struct OptionsOf<KFACPreconditionerOptions>;
 
@@ -91,12 +91,10 @@ class TORCHIUM_API KFACPreconditioner : public KFAC {
   KFACPreconditioner& operator=(KFACPreconditioner&&) noexcept;
 
  protected:
-  void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
   void follow_schedules() override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
   std::vector<std::string> skip_layers_of(const Options& options) const override;
-  std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   const char* name() const override { return "KFACPreconditioner"; }
 };
 

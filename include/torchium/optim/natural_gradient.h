@@ -25,7 +25,8 @@ class NaturalGradientPlan;
 
 /// Options of NaturalGradient; names and defaults are those of Python's `torchium.NaturalGradient`.
 /// Groups may differ in lr, damping, momentum and maximize alone.
-struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOptions> {
+struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOptions>,
+                                             public SharedOptions {
   NaturalGradientOptions(double lr = 0.1);
   /// Learning rate, >= 0.
   TORCH_ARG(double, lr) = 0.1;
@@ -73,11 +74,10 @@ struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOpt
   /// The ranks that share the step, where parameters and gradients are the same on all of them and
   /// each has its own samples: the matrix is that of all samples. All ranks must call step(). In
   /// the defaults of the optimizer alone, and not saved. Null: no group.
-  NaturalGradientOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
-
- private:
-  std::shared_ptr<const distributed::Communicator> ranks_;
+  NaturalGradientOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    set_ranks(group);
+    return *this;
+  }
 };
 extern template struct OptionsOf<NaturalGradientOptions>;
 
@@ -189,11 +189,9 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   NaturalGradientReport report() const;
 
  protected:
-  void check_options(const Options& options) const override;
   void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
   c10::intrusive_ptr<detail::JointPlan> make_plan() const override;
-  std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options) const override;
   bool captures_next() override;
   void check_layers(const std::vector<at::Tensor>& active) override;
   const char* name() const override { return "NaturalGradient"; }

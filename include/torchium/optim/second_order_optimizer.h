@@ -3,6 +3,7 @@
 #pragma once
 
 #include "torchium/export.h"
+#include "torchium/optim/options.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -115,10 +116,9 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
 
   // ---- what an optimizer defines
 
-  // Throws c10::ValueError for options of the wrong type or with an invalid value.
-  virtual void check_options(const Options& options) const = 0;
-  // Throws c10::ValueError for options of the groups that contradict each other.
-  virtual void check_together(const std::vector<const Options*>& groups) const {}
+  // Throws c10::ValueError for options of the groups that contradict each other: here for a
+  // process_group that is not that of the optimizer.
+  virtual void check_together(const std::vector<const Options*>& groups) const;
   virtual std::unique_ptr<SecondOrderParamState> make_empty_state() const = 0;
   // One step of all groups; creates missing state. Throws before it changes anything.
   virtual void take_step() = 0;
@@ -148,6 +148,10 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
 
   // ---- helpers
 
+  // Options of this optimizer; c10::ValueError for those of another.
+  const OwnOptions& own_options(const Options& options) const;
+  // The ranks that share its steps; null: none.
+  static std::shared_ptr<const distributed::Communicator> ranks_of(const Options& options);
   SecondOrderParamState* find_state(const at::Tensor& param) const;
   // Throws c10::Error if this optimizer was moved from.
   void refuse_moved_from() const;

@@ -22,12 +22,6 @@
 #include <utility>
 #include <vector>
 
-namespace c10d {
-class ProcessGroup;
-}
-namespace torchium::distributed {
-class Communicator;
-}
 namespace torchium::gradients::detail {
 class ModelLayers;
 }
@@ -35,7 +29,7 @@ class ModelLayers;
 namespace torchium::optim {
 
 /// Options of Shampoo; names and defaults are those of Python's `torchium.Shampoo`.
-struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
+struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions>, public SharedOptions {
   ShampooOptions(double lr = 0.03);
   using betas_t = std::tuple<double, double>;
   /// Learning rate, >= 0.
@@ -140,12 +134,10 @@ struct TORCHIUM_API ShampooOptions : public OptionsOf<ShampooOptions> {
   /// ranks must call step(), and save(), which then writes the whole state on each. Null: no group,
   /// this process takes the whole step. Several processes without a group repeat the step: Python
   /// warns of that, C++ does not, because it has no list of process groups.
-  ShampooOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-  /// Null: none.
-  const std::shared_ptr<const distributed::Communicator>& ranks() const { return ranks_; }
-
- private:
-  std::shared_ptr<const distributed::Communicator> ranks_;
+  ShampooOptions& process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    set_ranks(group);
+    return *this;
+  }
 };
 extern template struct OptionsOf<ShampooOptions>;
 
@@ -230,10 +222,7 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
   ShampooReport report() const;
 
  protected:
-  void check_options(const Options& options) const override;
-  void check_together(const std::vector<const Options*>& groups) const override;
   std::unique_ptr<SecondOrderParamState> make_empty_state() const override;
-  bool equal_but_lr(const Options& a, const Options& b) const override;
   c10::intrusive_ptr<detail::BlockedPlans> make_plans() const override;
   const char* name() const override { return "Shampoo"; }
   std::string name_in_model(const at::Tensor& param) const override;

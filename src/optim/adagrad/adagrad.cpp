@@ -33,17 +33,8 @@ Adagrad::Adagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_gro
 Adagrad::Adagrad(std::vector<at::Tensor> params, AdagradOptions defaults)
     : Adagrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
-void Adagrad::check_options(const Options& options) const {
-  detail::check_options(detail::options_as<AdagradOptions>(options, name()));
-}
-
 std::unique_ptr<SecondOrderParamState> Adagrad::make_empty_state() const {
   return std::make_unique<AdagradParamState>();
-}
-
-bool Adagrad::equal_but_lr(const Options& a, const Options& b) const {
-  return detail::equal_but_lr(detail::options_as<AdagradOptions>(a, name()),
-                              detail::options_as<AdagradOptions>(b, name()));
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> Adagrad::make_plans() const {

@@ -41,17 +41,8 @@ AdaHessian::AdaHessian(const std::vector<torch::optim::OptimizerParamGroup>& par
 AdaHessian::AdaHessian(std::vector<at::Tensor> params, AdaHessianOptions defaults)
     : AdaHessian({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
-void AdaHessian::check_options(const Options& options) const {
-  detail::check_options(detail::options_as<AdaHessianOptions>(options, name()));
-}
-
 std::unique_ptr<SecondOrderParamState> AdaHessian::make_empty_state() const {
   return std::make_unique<AdaHessianParamState>();
-}
-
-bool AdaHessian::equal_but_lr(const Options& a, const Options& b) const {
-  return detail::equal_but_lr(detail::options_as<AdaHessianOptions>(a, name()),
-                              detail::options_as<AdaHessianOptions>(b, name()));
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> AdaHessian::make_plans() const {

@@ -132,10 +132,11 @@ bool BlockedOptimizer::adopt_options(size_t group) {
   const Options& options = param_groups_[group].options();
   detail::BlockedGroup& bound = runtime_->bound[group];
   detail::check_learning_rate(options.get_lr());
-  if (equal_but_lr(*bound.options, options)) {
+  const OwnOptions& own = own_options(options);
+  if (own.equals_but_lr(*bound.options)) {
     return true;
   }
-  check_options(options);
+  own.check();
   bound.options = options.clone();
   return plans().set_options(group, bound.options);
 }
@@ -144,7 +145,7 @@ void BlockedOptimizer::bind(bool all_with_state) {
   using Active = detail::BlockedPlans::Active;
   runtime_->bound.clear();  // until all is done
   for (const auto& group : param_groups_) {
-    check_options(group.options());
+    own_options(group.options()).check();
   }
   auto bound = groups();
   plans().bind(bound, all_with_state ? Active::kWithState : Active::kWithGradient);

@@ -260,17 +260,6 @@ bool CapturingOptimizer::mixes_samples(const std::vector<int64_t>& passes) const
                      [&](int64_t pass) { return capture_->mixes_samples(pass); });
 }
 
-void CapturingOptimizer::check_together(const std::vector<const Options*>& groups) const {
-  const auto ranks = ranks_of(defaults());
-  for (const Options* options : groups) {
-    const auto own = ranks_of(*options);
-    TORCH_CHECK_VALUE(
-        own == nullptr || (ranks != nullptr && own->is_same_group_as(*ranks)),
-        "process_group of a parameter group differs from that of the optimizer; set it "
-        "in the defaults alone");
-  }
-}
-
 void CapturingOptimizer::withdraw() { plan_->withdraw(); }
 
 void CapturingOptimizer::take_step() {

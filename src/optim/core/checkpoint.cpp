@@ -193,7 +193,7 @@ void SecondOrderOptimizer::load(InputArchive& archive) {
                       param_count);
     options.push_back(param_groups_[group].options().clone());
     options.back()->serialize(saved.options);
-    check_options(*options.back());
+    own_options(*options.back()).check();
     StateList loaded(param_count);
     for (const auto i : c10::irange(param_count)) {
       InputArchive state_archive;

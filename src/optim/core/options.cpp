@@ -1,10 +1,18 @@
 #include "optim/core/options.h"
 
+#include "distributed/communicator.h"
+
 #include <charconv>
 #include <cmath>
 #include <sstream>
 
-namespace torchium::optim::detail {
+namespace torchium::optim {
+
+void SharedOptions::set_ranks(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  ranks_ = distributed::communicator_of(group);
+}
+
+namespace detail {
 
 bool Number::accepts(double value) const {
   return std::isfinite(value) && (without_low ? value > low : value >= low) &&
@@ -36,4 +44,5 @@ std::string text_of(int64_t value) { return std::to_string(value); }
 std::string text_of(bool value) { return value ? "True" : "False"; }
 std::string text_of(const std::string& value) { return "'" + value + "'"; }
 
-}  // namespace torchium::optim::detail
+}  // namespace detail
+}  // namespace torchium::optim

@@ -342,6 +342,15 @@ void read_options(torch::serialize::InputArchive& archive, Options& options) {
 namespace torchium::optim {
 
 template <typename Derived>
+void OptionsOf<Derived>::check() const {
+  detail::check_options(static_cast<const Derived&>(*this));
+}
+template <typename Derived>
+bool OptionsOf<Derived>::equals_but_lr(const torch::optim::OptimizerOptions& other) const {
+  return detail::equal_but_lr(static_cast<const Derived&>(*this),
+                              static_cast<const Derived&>(other));
+}
+template <typename Derived>
 void OptionsOf<Derived>::serialize(torch::serialize::InputArchive& archive) {
   detail::read_options(archive, static_cast<Derived&>(*this));
 }

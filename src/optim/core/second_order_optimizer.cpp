@@ -1,5 +1,6 @@
 #include "torchium/optim/second_order_optimizer.h"
 
+#include "distributed/communicator.h"
 #include "optim/core/failure_message.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/state_checks.h"
@@ -10,6 +11,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
 
+#include <typeinfo>
 #include <unordered_set>
 #include <utility>
 
@@ -28,7 +30,7 @@ void SecondOrderOptimizer::refuse_moved_from() const {
 
 void SecondOrderOptimizer::initialize(
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups) {
-  check_options(defaults());
+  own_options(defaults()).check();
   for (const auto& group : param_groups) {
     add_param_group(group);
   }
@@ -63,7 +65,7 @@ void SecondOrderOptimizer::add_param_group(const torch::optim::OptimizerParamGro
 
 void SecondOrderOptimizer::check_group(const Options& options,
                                        const std::vector<at::Tensor>& params, size_t group) const {
-  check_options(options);
+  own_options(options).check();
   for (const auto i : c10::irange(params.size())) {
     TORCH_CHECK_VALUE(params[i].defined(), "parameter ", i, " of group ", group, " is undefined");
     detail::check_parameter(params[i], detail::parameter_name(group, i, "", params[i]));
@@ -75,6 +77,29 @@ void SecondOrderOptimizer::check_groups() const {
     check_group(param_groups_[group].options(), param_groups_[group].params(), group);
   }
   check_together(options_of_groups());
+}
+
+void SecondOrderOptimizer::check_together(const std::vector<const Options*>& groups) const {
+  const auto ranks = ranks_of(defaults());
+  for (const Options* options : groups) {
+    const auto own = ranks_of(*options);
+    TORCH_CHECK_VALUE(
+        own == nullptr || (ranks != nullptr && own->is_same_group_as(*ranks)),
+        "process_group of a parameter group differs from that of the optimizer; set it "
+        "in the defaults alone");
+  }
+}
+
+const OwnOptions& SecondOrderOptimizer::own_options(const Options& options) const {
+  TORCH_CHECK_VALUE(typeid(options) == typeid(defaults()), "a parameter group of ", name(),
+                    " needs ", name(), "Options");
+  return dynamic_cast<const OwnOptions&>(options);
+}
+
+std::shared_ptr<const distributed::Communicator> SecondOrderOptimizer::ranks_of(
+    const Options& options) {
+  const auto* shared = dynamic_cast<const SharedOptions*>(&options);
+  return shared == nullptr ? nullptr : shared->ranks();
 }
 
 std::vector<const SecondOrderOptimizer::Options*> SecondOrderOptimizer::options_of_groups() const {

@@ -32,19 +32,12 @@ KFAC::~KFAC() = default;
 KFAC::KFAC(KFAC&&) noexcept = default;
 KFAC& KFAC::operator=(KFAC&&) noexcept = default;
 
-void KFAC::check_options(const Options& options) const {
-  const auto& own = detail::options_as<KFACOptions>(options, "KFAC");
-  detail::check_options(own);
-  detail::check_grad_workers(own.grad_worker_fraction(), own.ekfac());
-  detail::check_skip_layers(own.skip_layers());
-}
-
 void KFAC::follow_schedules() {
   detail::follow_schedules<KFACOptions>(name(), param_groups_, [&] { return next_steps(); });
 }
 
 void KFAC::check_together(const std::vector<const Options*>& groups) const {
-  CapturingOptimizer::check_together(groups);
+  SecondOrderOptimizer::check_together(groups);
   // follow_schedules() compares the values of functions, which a new group does not have yet.
   detail::check_same_in_all<KFACOptions>("KFAC", groups, /*compares_functions=*/false);
   check_as_in_defaults<KFACOptions>(defaults(), groups);
@@ -90,10 +83,6 @@ std::optional<KFAC::StateMap> KFAC::whole_state() const {
     }
   }
   return whole;
-}
-
-std::shared_ptr<const distributed::Communicator> KFAC::ranks_of(const Options& options) const {
-  return detail::options_as<KFACOptions>(options, "KFAC").ranks();
 }
 
 detail::KfacPlan& KFAC::plan() const { return static_cast<detail::KfacPlan&>(joint_plan()); }

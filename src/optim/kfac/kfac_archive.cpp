@@ -1,8 +1,8 @@
 // Options, state and archives of KFAC.
-#include "distributed/communicator.h"
 #include "optim/core/parameter_state.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_plan.h"
+#include "optim/kfac/skipped_layers.h"
 #include "torchium/optim/kfac.h"
 
 #include <ATen/ATen.h>
@@ -15,11 +15,6 @@
 namespace torchium::optim {
 
 KFACOptions::KFACOptions(double lr) : lr_(lr) {}
-
-KFACOptions& KFACOptions::process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  ranks_ = distributed::communicator_of(group);
-  return *this;
-}
 
 template struct OptionsOf<KFACOptions>;
 
@@ -42,6 +37,19 @@ void check_inverse_free(const KFACOptions& o, const char* name_of_TInv) {
   require_default("structures", o.structures(), defaults.structures(), other.c_str());
   require_default("block_size", o.block_size(), defaults.block_size(), other.c_str());
   require_default("alpha1", o.alpha1(), defaults.alpha1(), other.c_str());
+}
+
+void check_combination(const KFACOptions& o) {
+  check_inverse_free(o);
+  TORCH_CHECK_VALUE(
+      o.damping_split() != "exact" || o.solver() == "auto" || o.solver() == "eigh", "solver='",
+      o.solver(), "' has no eigenvectors, which damping_split='exact' needs; use 'eigh' or 'auto'");
+  TORCH_CHECK_VALUE(!o.ekfac() || o.damping_split() == "exact",
+                    "ekfac=True needs eigenvectors; use damping_split='exact', got '",
+                    o.damping_split(), "'");
+  detail::check_adaptive_damping(o.adaptive_damping(), o.momentum());
+  detail::check_grad_workers(o.grad_worker_fraction(), o.ekfac());
+  detail::check_skip_layers(o.skip_layers());
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> KFACParamState::clone() const {

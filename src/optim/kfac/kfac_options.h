@@ -69,15 +69,6 @@ void check_as_in_defaults(const torch::optim::OptimizerOptions& defaults,
   }
 }
 
-inline void check_combination(const KFACOptions& o) {
-  check_inverse_free(o);
-  TORCH_CHECK_VALUE(
-      o.damping_split() != "exact" || o.solver() == "auto" || o.solver() == "eigh", "solver='",
-      o.solver(), "' has no eigenvectors, which damping_split='exact' needs; use 'eigh' or 'auto'");
-  TORCH_CHECK_VALUE(!o.ekfac() || o.damping_split() == "exact",
-                    "ekfac=True needs eigenvectors; use damping_split='exact', got '",
-                    o.damping_split(), "'");
-  detail::check_adaptive_damping(o.adaptive_damping(), o.momentum());
-}
+void check_combination(const KFACOptions& o);
 
 }  // namespace torchium::optim

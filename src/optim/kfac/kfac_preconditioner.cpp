@@ -1,10 +1,8 @@
 #include "torchium/optim/kfac_preconditioner.h"
 
-#include "distributed/communicator.h"
 #include "optim/core/schedules.h"
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
-#include "optim/kfac/skipped_layers.h"
 
 #include <c10/util/irange.h>
 
@@ -15,12 +13,6 @@
 namespace torchium::optim {
 
 KFACPreconditionerOptions::KFACPreconditionerOptions(double lr) : lr_(lr) {}
-
-KFACPreconditionerOptions& KFACPreconditionerOptions::process_group(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  ranks_ = distributed::communicator_of(group);
-  return *this;
-}
 
 template struct OptionsOf<KFACPreconditionerOptions>;
 
@@ -44,7 +36,9 @@ KFACOptions kfac_options(const KFACPreconditionerOptions& o) {
       .fisher(o.fisher())
       .weight_sharing(o.weight_sharing())
       .max_factor_size(o.max_factor_size())
-      .factor_dtype(o.factor_dtype());
+      .factor_dtype(o.factor_dtype())
+      .grad_worker_fraction(o.grad_worker_fraction())
+      .skip_layers(o.skip_layers());
 }
 
 KFACPreconditioner::KFACPreconditioner(const torch::nn::Module& model,
@@ -101,20 +95,13 @@ void KfacPreconditionerPlan::check(const std::vector<size_t>& active) {
 
 }  // namespace detail
 
-void KFACPreconditioner::check_options(const Options& options) const {
-  const auto& own = detail::options_as<KFACPreconditionerOptions>(options, name());
-  detail::check_options(own);
-  detail::check_grad_workers(own.grad_worker_fraction(), own.ekfac());
-  detail::check_skip_layers(own.skip_layers());
-}
-
 void KFACPreconditioner::follow_schedules() {
   detail::follow_schedules<KFACPreconditionerOptions>(name(), param_groups_,
                                                       [&] { return next_steps(); });
 }
 
 void KFACPreconditioner::check_together(const std::vector<const Options*>& groups) const {
-  CapturingOptimizer::check_together(groups);
+  SecondOrderOptimizer::check_together(groups);
   detail::check_same_in_all<KFACPreconditionerOptions>(name(), groups,
                                                        /*compares_functions=*/false);
   check_as_in_defaults<KFACPreconditionerOptions>(defaults(), groups);
@@ -129,11 +116,6 @@ c10::intrusive_ptr<detail::JointPlan> KFACPreconditioner::make_plan() const {
 
 std::vector<std::string> KFACPreconditioner::skip_layers_of(const Options& options) const {
   return detail::options_as<KFACPreconditionerOptions>(options, name()).skip_layers();
-}
-
-std::shared_ptr<const distributed::Communicator> KFACPreconditioner::ranks_of(
-    const Options& options) const {
-  return detail::options_as<KFACPreconditionerOptions>(options, name()).ranks();
 }
 
 }  // namespace torchium::optim

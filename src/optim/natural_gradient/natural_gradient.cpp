@@ -1,6 +1,5 @@
 #include "torchium/optim/natural_gradient.h"
 
-#include "distributed/communicator.h"
 #include "gradients/capture/model_layers.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
@@ -13,12 +12,6 @@
 
 namespace torchium::optim {
 NaturalGradientOptions::NaturalGradientOptions(double lr) : lr_(lr) {}
-
-NaturalGradientOptions& NaturalGradientOptions::process_group(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  ranks_ = distributed::communicator_of(group);
-  return *this;
-}
 
 template struct OptionsOf<NaturalGradientOptions>;
 
@@ -46,12 +39,8 @@ torch::OrderedDict<std::string, at::Tensor> NaturalGradient::compute_per_sample_
   return per_sample_gradients(model, forward, loss_fn, inputs, targets);
 }
 
-void NaturalGradient::check_options(const Options& options) const {
-  detail::check_options(detail::options_as<NaturalGradientOptions>(options, "NaturalGradient"));
-}
-
 void NaturalGradient::check_together(const std::vector<const Options*>& groups) const {
-  CapturingOptimizer::check_together(groups);
+  SecondOrderOptimizer::check_together(groups);
   detail::check_same_in_all<NaturalGradientOptions>("NaturalGradient", groups);
 }
 
@@ -61,11 +50,6 @@ std::unique_ptr<SecondOrderParamState> NaturalGradient::make_empty_state() const
 
 c10::intrusive_ptr<detail::JointPlan> NaturalGradient::make_plan() const {
   return c10::make_intrusive<detail::NaturalGradientPlan>();
-}
-
-std::shared_ptr<const distributed::Communicator> NaturalGradient::ranks_of(
-    const Options& options) const {
-  return detail::options_as<NaturalGradientOptions>(options, "NaturalGradient").ranks();
 }
 
 detail::NaturalGradientPlan& NaturalGradient::plan() const {

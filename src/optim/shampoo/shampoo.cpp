@@ -1,6 +1,5 @@
 #include "torchium/optim/shampoo.h"
 
-#include "distributed/communicator.h"
 #include "gradients/capture/model_layers.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/core/model_groups.h"
@@ -55,21 +54,6 @@ Shampoo::Shampoo(const torch::nn::Module& model, ShampooOptions defaults)
   initialize(detail::model_groups(model, defaults));
 }
 
-void Shampoo::check_options(const Options& options) const {
-  detail::check_options(detail::options_as<ShampooOptions>(options, name()));
-}
-
-void Shampoo::check_together(const std::vector<const Options*>& groups) const {
-  const auto& ranks = detail::options_as<ShampooOptions>(defaults(), name()).ranks();
-  for (const Options* options : groups) {
-    const auto& own = detail::options_as<ShampooOptions>(*options, name()).ranks();
-    TORCH_CHECK_VALUE(
-        own == nullptr || (ranks != nullptr && own->is_same_group_as(*ranks)),
-        "process_group of a parameter group differs from that of the optimizer; set it "
-        "in the defaults alone");
-  }
-}
-
 std::unique_ptr<SecondOrderParamState> Shampoo::make_empty_state() const {
   return std::make_unique<ShampooParamState>();
 }
@@ -77,16 +61,6 @@ std::unique_ptr<SecondOrderParamState> Shampoo::make_empty_state() const {
 std::string Shampoo::name_in_model(const at::Tensor& param) const {
   const auto* place = layers_ && param.defined() ? layers_->find(param) : nullptr;
   return place != nullptr ? place->name : "";
-}
-
-bool Shampoo::equal_but_lr(const Options& a, const Options& b) const {
-  return detail::equal_but_lr(detail::options_as<ShampooOptions>(a, name()),
-                              detail::options_as<ShampooOptions>(b, name()));
-}
-
-ShampooOptions& ShampooOptions::process_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  ranks_ = distributed::communicator_of(group);
-  return *this;
 }
 
 c10::intrusive_ptr<detail::BlockedPlans> Shampoo::make_plans() const {
