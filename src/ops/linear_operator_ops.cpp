@@ -57,23 +57,50 @@ linalg::EstimateOptions estimate(std::optional<int64_t> num_samples, int64_t see
   return {num_samples, static_cast<uint64_t>(seed)};
 }
 
+// A as a matrix whose products keep the functions alive that Python has stored in `owner`: the
+// derivative of a solution multiplies by them.
+linalg::LinearOperator with_owner(const linalg::LinearOperator& A, const at::Tensor& owner) {
+  const auto product_by = [owner](linalg::LinearOperator matrix) {
+    return [owner, matrix = std::move(matrix)](const at::Tensor& X) { return matrix.matmul(X); };
+  };
+  return {A.size(), product_by(A), A.options(), product_by(A.transpose())};
+}
+
 using Solution = std::tuple<at::Tensor, at::Tensor, at::Tensor, int64_t>;
 
 Solution solve_iteratively(const Handle& A, const at::Tensor& B, std::optional<double> tol,
                            int64_t max_iterations, const std::optional<Handle>& preconditioner,
-                           std::optional<int64_t> restart) {
+                           std::optional<int64_t> restart, const std::optional<at::Tensor>& owner) {
   linalg::SolverOptions options;
   options.tol = tol;
   options.max_iterations = max_iterations;
   if (preconditioner) {
     options.preconditioner = (*preconditioner)->A;
   }
+  const linalg::LinearOperator matrix = owner ? with_owner(A->A, *owner) : A->A;
   const auto found =
-      restart ? linalg::gmres(A->A, B, options, *restart) : linalg::cg(A->A, B, options);
+      restart ? linalg::gmres(matrix, B, options, *restart) : linalg::cg(matrix, B, options);
   return {found.solution, found.residual_norms, found.converged, found.iterations};
 }
 
+// Boxed kernel: torch.vmap can make no batch of operators.
+void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_VALUE(
+      false, op.schema().name(),
+      " has no batching rule for torch.vmap. Make one "
+      "operator of the whole batch, Dense(A) with A [..., n, n], or call the function "
+      "for one matrix after the other.");
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(torchium, FuncTorchBatched, m) {
+  for (const char* name :
+       {"dense_operator", "diagonal_operator", "triangular_operator", "permutation_operator",
+        "convolution_operator", "sparse_operator", "low_rank_plus_diagonal_operator"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
+  }
+}
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   using Tensor = at::Tensor;
@@ -143,6 +170,12 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   });
   m.def("warn(str message) -> ()");  // implemented in Python
   m.def("operator_product(int number, bool transposed, Tensor X) -> Tensor");
+  // Functions of Python see the tensors of transforms that they were made in.
+  for (const auto key :
+       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchGradWrapper,
+        c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode}) {
+    m.impl("operator_product", torch::dispatch(key, torch::CppFunction::makeFallthrough()));
+  }
   m.def("callable_operator", &callable_operator);
   m.def("dense_operator", [](const Tensor& A) { return handle_of(linalg::Dense(A)); });
   m.def("diagonal_operator", [](const Tensor& d) { return handle_of(linalg::Diagonal(d)); });

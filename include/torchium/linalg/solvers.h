@@ -1,9 +1,9 @@
 // Linear systems with large matrices that are known by their products.
 //
 // Each column of B [n, m] is solved by itself, in units of its largest entry, all with the same
-// products. A column with NaN or Inf yields NaN. The host waits once every ten iterations. Not
-// differentiable. Wrong arguments raise a c10::ValueError. A warning counts the columns that have
-// not converged.
+// products. A column with NaN or Inf yields NaN. The host waits once every ten iterations.
+// Derivatives of the solution in reverse mode follow from another solve, with A^T. Wrong arguments
+// raise a c10::ValueError. A warning counts the columns that have not converged.
 #pragma once
 
 #include <torchium/export.h>

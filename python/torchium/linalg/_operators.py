@@ -63,7 +63,8 @@ class LinearOperator:
     and solved densely; larger ones by conjugate gradients (if positive definite, see
     :meth:`assume`), GMRES, Lanczos' (if symmetric) or Arnoldi's method. Products with a tensor are
     differentiable, as is what follows from structure or dense matrices; iterative methods raise an
-    error if their operand, or a tensor that the operator is made of, requires grad or has a tangent.
+    error if their operand, or a tensor that the operator is made of, requires grad or has a tangent
+    (:func:`cg` and :func:`gmres` only if it has a tangent).
     Autocast has no effect, also not on ``product``.
 
     Args:
@@ -405,6 +406,5 @@ def of_handle(handle: Any) -> LinearOperator:
 
 def run(process: Any, A: LinearOperator) -> list[Tensor]:
     """The result of an algorithm that multiplies by an operator."""
-    with torch.no_grad():
-        result: list[Tensor] = process.run(A._handle)
+    result: list[Tensor] = process.run(A._handle)
     return result

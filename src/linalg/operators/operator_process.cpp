@@ -15,9 +15,13 @@ void OperatorProcess::multiply(const LinearOperator& A, const at::Tensor& X) {
   const at::Tensor product = A.matmul(X);
   check_product(X, product);
   check_unchanged(X, version);
-  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(product),
-                    "The operator's product has a tangent, but eigenpairs and estimates are not "
-                    "differentiable. Detach the tensors that the operator is made of.");
+  TORCH_CHECK_VALUE(!torchium::detail::is_differentiated(product), "The operator's product ",
+                    torchium::detail::has_tangent(product) ? "has a tangent" : "requires grad",
+                    ", but eigenpairs and estimates are not differentiable. Use torch.no_grad(), "
+                    "or detach the tensors that the operator is made of.");
+  TORCH_CHECK_VALUE(!torchium::detail::is_batched(product),
+                    "The operator's product is batched by torch.vmap, but eigenpairs and estimates "
+                    "take one matrix. Call them for one matrix after the other.");
   const c10::NoGradGuard no_grad;
   products_ += X.size(1);
   use(X, product.detach());

@@ -129,6 +129,20 @@ TEST(LinearOperators, IterateWithoutStructure) {
   EXPECT_LE(linalg::gmres(A, X, preconditioned).iterations, 10);
 }
 
+TEST(LinearOperators, SolutionsAreDifferentiable) {
+  const auto A = regular_matrix(4, 0).requires_grad_();
+  const auto B = torch::ones({4}, torch::kFloat64).requires_grad_();
+  linalg::SolverOptions options;
+  options.tol = 1e-14;
+  const auto found = linalg::gmres(LinearOperator(A), B, options).solution;
+  const auto expected = torch::linalg_solve(A, B);
+  const auto gradients = torch::autograd::grad({found.square().sum()}, {A, B});
+  const auto reference = torch::autograd::grad({expected.square().sum()}, {A, B});
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    expect_equal_within_rounding(gradients[i], reference[i]);
+  }
+}
+
 TEST(LinearOperators, RefuseWrongArguments) {
   const auto A = regular_matrix(3, 0);
   EXPECT_THROW(linalg::Dense(torch::ones({2, 3})), c10::ValueError);

@@ -21,14 +21,15 @@ void check_no_gradient(const LinearOperator& A, const char* function, const at::
   if (!c10::GradMode::is_enabled()) {
     return;
   }
-  TORCH_CHECK_VALUE(!X.requires_grad(), A.node().kind, ".", function,
-                    ": X requires grad, but iterative methods are not differentiable. Use "
-                    "torch.no_grad(), or X.detach().");
+  TORCH_CHECK_VALUE(
+      !X.requires_grad(), A.node().kind, ".", function,
+      ": X requires grad, but iterative methods are not differentiable, except for cg "
+      "and gmres. Use torch.no_grad(), or X.detach().");
   const at::Tensor image = A.matmul(at::zeros({A.size(), 1}, A.options()));
   TORCH_CHECK_VALUE(
       !image.requires_grad(), A.node().kind, ".", function,
-      ": the operator is made of tensors that require grad, but iterative methods are "
-      "not differentiable. Use torch.no_grad(), or detach them.");
+      ": the operator is made of tensors that require grad, but iterative methods are not "
+      "differentiable, except for cg and gmres. Use torch.no_grad(), or detach them.");
 }
 
 // As one matrix of columns.

@@ -30,8 +30,16 @@ class LinearSystem {
   // `longer_may_be_better`: a first cycle may lower the error and raise the residual.
   template <typename Correct>
   SolveResult solve(bool longer_may_be_better, const Correct& correct);
+  // X with its derivative in reverse mode; `solve_transposed(G)` is A^-T G.
+  template <typename Solve>
+  at::Tensor with_derivative(const at::Tensor& X, const Solve& solve_transposed) const;
 
-  at::Tensor multiply(const at::Tensor& X) const { return A_.matmul(X); }
+  at::Tensor multiply(const at::Tensor& X) const {
+    at::Tensor product = A_.matmul(X);
+    TORCH_CHECK_VALUE(!torchium::detail::is_batched(product), function_,
+                      ": A is batched by torch.vmap; solve with one matrix after the other.");
+    return product;
+  }
   at::Tensor precondition(const at::Tensor& X) const {
     return options_.preconditioner ? options_.preconditioner->matmul(X) : X;
   }
@@ -40,8 +48,11 @@ class LinearSystem {
   const at::Tensor& goals() const { return goals_; }
 
  private:
+  at::Tensor residual(const at::Tensor& X, bool has_grad_mode);
+
   const char* function_;
   const LinearOperator& A_;
+  const at::Tensor& given_;  // B
   const SolverOptions& options_;
   detail::UnitScaled columns_;  // of B, [m, 1, n]
   at::Tensor B_;                // [n, m], scaled
@@ -49,11 +60,12 @@ class LinearSystem {
   double tol_;
   at::Tensor goals_;  // [m] float64: tol |b|
   int64_t iterations_ = 0;
+  bool A_has_derivative_ = false;
 };
 
 LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const at::Tensor& B,
                            const SolverOptions& options)
-    : function_(function), A_(A), options_(options) {
+    : function_(function), A_(A), given_(B), options_(options) {
   detail::check_solver(function, options.tol, options.max_iterations);
   TORCH_CHECK_VALUE(A.node().batch.empty(), function, ": A is ", at::IntArrayRef(A.sizes()),
                     "; it must be a single matrix.");
@@ -67,10 +79,10 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
                     at::typeMetaToScalarType(A.options().dtype()), " on ", A.options().device(),
                     "; they must be equal.");
   TORCH_CHECK_VALUE(!torchium::detail::has_tangent(B), function,
-                    ": B has a tangent, but the method is not differentiable. Use B.detach().");
-  TORCH_CHECK_VALUE(!torchium::detail::is_differentiated(B), function,
-                    ": B requires grad, but the method is not differentiable. Use "
-                    "torch.no_grad(), or B.detach().");
+                    ": B has a tangent, but the method has no derivative in forward mode. Use "
+                    "B.detach().");
+  TORCH_CHECK_VALUE(!torchium::detail::is_batched(B), function,
+                    ": B is batched by torch.vmap; pass all vectors as columns of one B.");
   if (options.preconditioner) {
     TORCH_CHECK_VALUE(options.preconditioner->sizes() == A.sizes(), function,
                       ": preconditioner is ", at::IntArrayRef(options.preconditioner->sizes()),
@@ -88,8 +100,42 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
   goals_ = tol_ * detail::norms(B_, 0);
 }
 
+// B - A X, in units of the columns. The product shows whether A requires grad.
+at::Tensor LinearSystem::residual(const at::Tensor& X, bool has_grad_mode) {
+  const at::AutoGradMode grad_mode(has_grad_mode);
+  const at::Tensor R = B_ - A_.matmul(X);
+  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(R), function_,
+                    ": A is made of tensors with tangents, but the method has no derivative in "
+                    "forward mode. Detach them.");
+  A_has_derivative_ = R.requires_grad();
+  return R.detach();
+}
+
+// X = X_0 + A^-1 (B - A X_0) has the first derivatives of A and B, and at X_0 the value X_0.
+template <typename Solve>
+at::Tensor LinearSystem::with_derivative(const at::Tensor& X, const Solve& solve_transposed) const {
+  if (!A_has_derivative_ && !torchium::detail::is_differentiated(given_)) {
+    return X;
+  }
+  const at::Tensor residual = given_ - A_.matmul(X);
+  const at::Tensor zero = residual - residual.detach();
+  zero.register_hook([=, function = function_, once = A_has_derivative_](const at::Tensor& G) {
+    const at::Tensor gradient = G.defined() ? solve_transposed(G) : G;
+    if (once && gradient.defined() && gradient.requires_grad()) {  // X_0 counts as constant
+      gradient.register_hook([=](const at::Tensor&) -> at::Tensor {
+        TORCH_CHECK(false, function,
+                    " can be differentiated once only if A requires grad. For second "
+                    "derivatives use torch.linalg.solve.");
+      });
+    }
+    return gradient;
+  });
+  return X + zero;
+}
+
 template <typename Correct>
 SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correct) {
+  const bool has_grad_mode = c10::GradMode::is_enabled();
   const c10::NoGradGuard no_grad;
   const torchium::detail::NoAutocast no_autocast;
   at::Tensor X = at::zeros_like(B_), R = B_;
@@ -98,10 +144,7 @@ SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correc
   while (progresses && iterations_left() > 0 && !converged.all().item<bool>()) {
     const bool is_first = iterations_ == 0;
     const at::Tensor corrected = X + correct(R);
-    R = B_ - A_.matmul(corrected);
-    TORCH_CHECK_VALUE(!torchium::detail::has_tangent(R), function_,
-                      ": A is made of tensors with tangents, but the method is not "
-                      "differentiable. Detach them.");
+    R = residual(corrected, has_grad_mode);
     // A cycle in which rounding errors make a column worse does not count for it.
     const at::Tensor lengths = detail::norms(R, 0);
     const at::Tensor is_better =
@@ -202,8 +245,12 @@ SolveResult cg(const LinearOperator& A, const at::Tensor& B, const SolverOptions
   const torchium::detail::Phase phase("torchium::cg");
   LinearSystem system("cg", A, B, options);
   // The error falls in the norm of A.
-  return system.solve(/*longer_may_be_better=*/true,
-                      [&](const at::Tensor& R) { return conjugate_gradients(system, R); });
+  SolveResult found = system.solve(/*longer_may_be_better=*/true, [&](const at::Tensor& R) {
+    return conjugate_gradients(system, R);
+  });
+  found.solution = system.with_derivative(
+      found.solution, [=](const at::Tensor& G) { return cg(A, G, options).solution; });
+  return found;
 }
 
 SolveResult gmres(const LinearOperator& A, const at::Tensor& B, const SolverOptions& options,
@@ -211,8 +258,17 @@ SolveResult gmres(const LinearOperator& A, const at::Tensor& B, const SolverOpti
   const torchium::detail::Phase phase("torchium::gmres");
   detail::check_positive("gmres", "restart", restart);
   LinearSystem system("gmres", A, B, options);
-  return system.solve(/*longer_may_be_better=*/false,
-                      [&](const at::Tensor& R) { return gmres_cycle(system, R, restart); });
+  SolveResult found = system.solve(/*longer_may_be_better=*/false, [&](const at::Tensor& R) {
+    return gmres_cycle(system, R, restart);
+  });
+  found.solution = system.with_derivative(found.solution, [=](const at::Tensor& G) {
+    SolverOptions transposed = options;
+    if (options.preconditioner) {
+      transposed.preconditioner = options.preconditioner->transpose();
+    }
+    return gmres(A.transpose(), G, transposed, restart).solution;
+  });
+  return found;
 }
 
 }  // namespace torchium::linalg

@@ -186,17 +186,31 @@ def test_a_tolerance_stops_after_ten_products():
     assert exact.products == 40
 
 
-def test_estimates_change_no_random_state_and_keep_no_graph():
-    A = positive().requires_grad_()
+ESTIMATES = [
+    linalg.hutchinson_trace,
+    linalg.hutchinson_diagonal,
+    linalg.hutchpp,
+    linalg.xdiag,
+    linalg.logdet,
+]
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_estimates_change_no_random_state(estimate):
+    A = positive()
     state = torch.get_rng_state()
-    for found in (
-        linalg.hutchinson_trace(A),
-        linalg.hutchpp(A),
-        linalg.xdiag(A),
-        linalg.logdet(A),
-    ):
-        assert not found.value.requires_grad
+    estimate(A)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES[:-1])
+def test_a_function_that_is_transformed_may_estimate(estimate):
+    A = positive()
+    expected = estimate(A).value
+    slope = torch.func.grad(lambda x: (x * estimate(A).value).sum())(torch.ones((), dtype=A.dtype))
+    assert torch.allclose(slope, expected.sum())
+    rows = torch.func.vmap(lambda x: x * estimate(A).value)(torch.ones(2, dtype=A.dtype))
+    assert torch.allclose(rows, expected.expand_as(rows))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 49, 51])

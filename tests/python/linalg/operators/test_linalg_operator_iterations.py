@@ -196,6 +196,29 @@ def test_eigenpairs_and_estimates_refuse_tangents(function):
         function(forward_ad.make_dual(A, A))
 
 
+@pytest.mark.parametrize("function", OF_A_MATRIX.values(), ids=OF_A_MATRIX.keys())
+def test_eigenpairs_and_estimates_refuse_gradients(function):
+    A = definite(8)
+    with pytest.raises(ValueError, match=r"requires grad.*torch\.no_grad"):
+        torch.func.grad(lambda A: function(A)[0].real.sum())(A)
+    A.requires_grad_()
+    with pytest.raises(ValueError, match=r"requires grad.*torch\.no_grad"):
+        function(A)
+    with torch.no_grad():
+        assert not function(A)[0].requires_grad
+
+
+@pytest.mark.parametrize("function", OF_A_MATRIX.values(), ids=OF_A_MATRIX.keys())
+def test_eigenpairs_and_estimates_refuse_vmap(function):
+    A = torch.stack([definite(8), definite(8)])
+    with pytest.raises(ValueError, match=r"dense_operator has no batching rule for torch\.vmap"):
+        torch.vmap(function)(A)
+    with pytest.raises(ValueError, match=r"product is batched by torch\.vmap"):
+        torch.vmap(
+            lambda A: function(linalg.LinearOperator(8, lambda X: A @ X, dtype=torch.float64))
+        )(A)
+
+
 @pytest.mark.parametrize("has_grad_mode", [True, False])
 @pytest.mark.parametrize("where", ["operator", "vector"])
 @pytest.mark.parametrize("function", OF_A_VECTOR.values(), ids=OF_A_VECTOR.keys())
@@ -213,6 +236,54 @@ def test_iterations_refuse_tangents(function, where, has_grad_mode, A):
 
 SOLVERS = [linalg.cg, linalg.gmres]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+OPERATORS = {
+    "dense": lambda A: A,
+    "sparse": lambda A: A.to_sparse(),
+    "products": lambda A: linalg.LinearOperator(len(A), lambda X: A @ X, dtype=torch.float64),
+    "sum": lambda A: linalg.Dense(A) + linalg.Diagonal(A.diagonal()),
+}
+
+
+@pytest.mark.parametrize("columns", [(), (3,)])
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solutions_are_differentiable(solver, operator, columns):
+    A, B = definite(5).requires_grad_(), randn(5, *columns).requires_grad_()
+    scale = torch.rand(5, dtype=torch.float64) + 0.5
+
+    def solution(A, B):
+        C = A if solver is linalg.gmres else (A + A.T) / 2
+        return solver(operator(C), B, tol=1e-14, preconditioner=linalg.Diagonal(scale)).solution
+
+    assert torch.autograd.gradcheck(solution, (A, B))
+    assert torch.autograd.gradgradcheck(lambda B: solution(A.detach(), B), B)
+    (slope,) = torch.autograd.grad(solution(A, B).sum(), A, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once only if A requires grad"):
+        slope.sum().backward()
+    expected = torch.autograd.grad(solution(A, B).square().sum(), (A, B))
+    with torch.no_grad():
+        assert not solution(A, B).requires_grad
+    if operator is not OPERATORS["sparse"]:  # torch.func has no sparse tensors
+        found = torch.func.grad(lambda A, B: solution(A, B).square().sum(), argnums=(0, 1))(A, B)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solvers_refuse_vmap(solver):
+    A, B = definite(5), randn(2, 5)
+    with pytest.raises(ValueError, match=r"B is batched by torch\.vmap; pass all vectors"):
+        torch.vmap(lambda b: solver(A, b).solution)(B)
+    with pytest.raises(ValueError, match=r"A is batched by torch\.vmap; solve with one matrix"):
+        torch.vmap(
+            lambda d: (
+                solver(
+                    linalg.LinearOperator(5, lambda X: d[:, None] * X, dtype=d.dtype), B[0]
+                ).solution
+            )
+        )(B.abs())
 
 
 @pytest.mark.parametrize("device", DEVICES)
