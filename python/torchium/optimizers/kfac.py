@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ._core.capturing import CapturingOptimizer, ParamsOrModel
 from ._core.factors import FactorCapture, SkippedLayers, checked_skip_layers
-from ._core.options import OptionList
+from ._core.options import OptionList, as_float
 from ._core.plan import JointPlan
 from ._core.process_groups import Consolidating
 from ._core.schedules import Group, schedules_in
@@ -511,5 +511,6 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
 def checked_fraction(fraction: float, ekfac: bool) -> float:
     if not isinstance(fraction, (int, float)) or isinstance(fraction, bool):
         raise ValueError(f"grad_worker_fraction must be a number, got {fraction!r}")
-    torch.ops.torchium.check_grad_workers(float(fraction), bool(ekfac))
-    return float(fraction)
+    share = as_float(fraction)
+    torch.ops.torchium.check_grad_workers(share, bool(ekfac))
+    return share

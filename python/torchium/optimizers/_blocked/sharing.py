@@ -36,8 +36,11 @@ class Sharing(NamedTuple):
             raise ValueError(
                 f"comm_dtype must be one of {names}, got {comm_dtype!r}{_remedy(comm_dtype)}"
             )
-        if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be an integer of at least 1, got {bucket_bytes!r}")
+        is_integer = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
+        if not is_integer or not 1 <= bucket_bytes < 2**63:
+            raise ValueError(
+                f"bucket_bytes must be an integer from 1 to 2**63 - 1, got {bucket_bytes!r}"
+            )
         return cls(group_name(process_group), comm_dtype, bucket_bytes)
 
     @classmethod

@@ -32,7 +32,7 @@ SkippedLayers: TypeAlias = tuple["str | type[nn.Module]", ...]
 
 def checked_skip_layers(skip_layers: Iterable[str | type[nn.Module]]) -> SkippedLayers:
     """Regular expressions for names of layers and of their classes, and classes."""
-    if isinstance(skip_layers, (str, type)):
+    if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
         raise ValueError(f"skip_layers must be a list, got {skip_layers!r}; pass [{skip_layers!r}]")
     skipped = tuple(skip_layers)
     for each in skipped:

@@ -115,7 +115,7 @@ def _as_kind(kind: str, value: Any) -> Any:
     """The value as a plain Python object of this type."""
     is_bool = isinstance(value, bool)
     if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
-        return _as_float(value)
+        return as_float(value)
     if kind == "int" and isinstance(value, numbers.Integral) and not is_bool:
         return max(int(value), -_LARGEST_INTEGER)
     if kind == "bool" and is_bool:
@@ -128,7 +128,7 @@ def _as_kind(kind: str, value: Any) -> Any:
     return _WRONG
 
 
-def _as_float(value: Any) -> float:
+def as_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # of an integer

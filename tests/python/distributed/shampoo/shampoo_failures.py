@@ -283,7 +283,7 @@ def wrong_arguments(ranks: int) -> None:
     params = parameters()
     for wrong, text in (
         ({"comm_dtype": torch.int8}, "comm_dtype must be one of torch.float32"),
-        ({"bucket_bytes": 0}, "bucket_bytes must be an integer of at least 1, got 0"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be an integer from 1 to 2**63 - 1, got 0"),
         ({"bucket_bytes": 1.5}, "bucket_bytes must be"),
         ({"process_group": "WORLD"}, "process_group must be a torch.distributed.ProcessGroup"),
     ):

@@ -97,6 +97,7 @@ def test_copies_skip_the_same(copied):
     [
         ("head", "skip_layers must be a list, got 'head'"),
         (nn.Linear, "skip_layers must be a list"),
+        (10**30, "skip_layers must be a list"),
         (["("], "skip_layers has '(', which is neither a regular expression nor a class"),
         ([3], "skip_layers has 3, which is neither"),
         ([int], "skip_layers has <class 'int'>, which is neither"),

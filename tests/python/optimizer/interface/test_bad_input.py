@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -626,6 +627,24 @@ def test_integers_beyond_int64_are_refused(option, value):
     model = mlp()
     optimizer = torchium.Shampoo(model.parameters(), **{option: 2**63 - 1})
     run(model, optimizer, steps=1)
+
+
+OPTIMIZERS = [*BAD_OPTIONS, torchium.ShampooW, torchium.KFACPreconditioner]
+
+
+@pytest.mark.parametrize(
+    ("cls", "option"),
+    [
+        (cls, name)
+        for cls in OPTIMIZERS
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if isinstance(parameter.default, (int, float, tuple))
+    ],
+)
+@pytest.mark.parametrize("value", [10**400, -(10**400)], ids=["positive", "negative"])
+def test_numbers_beyond_double_are_refused(cls, option, value):
+    with pytest.raises(ValueError, match=option):
+        cls(mlp().parameters(), **{option: value})
 
 
 @pytest.mark.parametrize(
