@@ -69,6 +69,14 @@ void AdaHessianPlans::warn_of_lost_graphs(const std::vector<DiagonalRequest>& re
       "torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False");
 }
 
+void AdaHessianPlans::check_first_gradients(const std::vector<at::Tensor>& params) const {
+  std::vector<DiagonalRequest> requests;
+  for (const at::Tensor& param : params) {
+    requests.push_back({param, gradient_of(param), 1});
+  }
+  has_graphs(requests);
+}
+
 void AdaHessianPlans::before_step() {
   struct Due {
     AdaHessianPlan* plan;

@@ -53,6 +53,7 @@ class AdaHessianPlans : public BlockedPlans {
   AdaHessianPlans();
 
  protected:
+  void check_first_gradients(const std::vector<at::Tensor>& params) const override;
   void before_step() override;
 
  private:

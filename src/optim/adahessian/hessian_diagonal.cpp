@@ -47,6 +47,14 @@ bool lacks_curvature(const DiagonalRequest& request) {
   return !has_graph(request) && request.gradient.ne(0).any().item<bool>();
 }
 
+bool has_graphs(const std::vector<DiagonalRequest>& requests) {
+  const bool any = std::ranges::any_of(requests, has_graph);
+  TORCH_CHECK_VALUE(any || std::ranges::none_of(requests, lacks_curvature),
+                    "AdaHessian: no gradient has a graph, which second derivatives need; call "
+                    "loss.backward(create_graph=True), and step() once after it");
+  return any;
+}
+
 std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& requests,
                                           const at::Tensor& loss_scale) {
   std::vector<at::Tensor> params, sums(requests.size());
@@ -56,10 +64,7 @@ std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& re
     sums[i] = parameter_shaped_zeros(requests[i].param);
     most = std::max(most, requests[i].samples);
   }
-  if (std::ranges::none_of(requests, has_graph)) {
-    TORCH_CHECK_VALUE(std::ranges::none_of(requests, lacks_curvature),
-                      "AdaHessian: no gradient has a graph, which second derivatives need; call "
-                      "loss.backward(create_graph=True), and step() once after it");
+  if (!has_graphs(requests)) {
     return sums;  // torch.distributed.checkpoint takes such a step to create the state
   }
   const uint64_t seed = new_seed();

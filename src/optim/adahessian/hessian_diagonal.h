@@ -20,6 +20,9 @@ struct DiagonalRequest {
 // Waits for the device.
 bool lacks_curvature(const DiagonalRequest& request);
 
+// Whether a gradient has a graph. c10::ValueError if none has, unless all are zero.
+bool has_graphs(const std::vector<DiagonalRequest>& requests);
+
 // |mean of z (H z)| over the samples of each parameter, with random signs z (Hutchinson's estimator
 // of the diagonal: Bekas, Kokiopoulou, Saad 2007), averaged over all dimensions after the second:
 // the kernel of a convolution (Yao et al. 2021, section 3.1). One tensor per request, of its

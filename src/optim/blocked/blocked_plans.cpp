@@ -93,10 +93,28 @@ std::vector<BlockedPlans::Draft> BlockedPlans::draft(const std::vector<BlockedGr
   return drafts;
 }
 
+void BlockedPlans::check_first_step(const std::vector<Draft>& drafts) const {
+  std::vector<at::Tensor> params;
+  for (const Draft& each : drafts) {
+    for (const StateEntry& entry : each.entries) {
+      if (entry.is_active && !entry.state.is_empty()) {
+        return;
+      }
+      if (entry.is_active) {
+        params.push_back(entry.param);
+      }
+    }
+  }
+  check_first_gradients(params);
+}
+
 void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   std::vector<Draft> drafts = draft(groups, active);
+  if (active == Active::kWithGradient) {
+    check_first_step(drafts);
+  }
   for (Draft& each : drafts) {
     each.plan->set_options(*groups[each.group].options);
     try {

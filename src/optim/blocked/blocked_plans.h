@@ -131,6 +131,9 @@ class BlockedPlans : public torch::CustomClassHolder {
   // A plan with the options of the group, bound to nothing.
   c10::intrusive_ptr<BlockedPlan> plan_of(const BlockedGroup& group,
                                           c10::Device device = at::kCPU) const;
+  // Of parameters that all have a gradient and no state: raises what before_step() would raise,
+  // before they have state.
+  virtual void check_first_gradients(const std::vector<at::Tensor>&) const {}
   // Called by step() before all plans step.
   virtual void before_step() {}
   std::vector<BlockedPlan*> plans() const;
@@ -143,6 +146,7 @@ class BlockedPlans : public torch::CustomClassHolder {
   };
   struct Draft;
   std::vector<Draft> draft(const std::vector<BlockedGroup>& groups, Active active) const;
+  void check_first_step(const std::vector<Draft>& drafts) const;
   void adopt(Draft& draft, BlockedGroup& group);
   c10::intrusive_ptr<BlockedPlan> find_plan(size_t group, c10::Device device) const;
   ParameterState state_or_plan(const BlockedPlan& plan, const BlockedGroup& group, size_t i) const;

@@ -183,6 +183,7 @@ def test_gradients_without_a_graph_are_refused_and_nothing_moves():
     with pytest.raises(ValueError, match=r"no gradient has a graph.*create_graph=True"):
         optimizer.step()
     assert_same(model.state_dict(), before)
+    assert not optimizer.state
     train(optimizer, model, range(2))
     assert all(float(optimizer.state[p]["step"]) == 2 for p in model.parameters())
 
