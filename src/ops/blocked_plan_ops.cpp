@@ -7,6 +7,7 @@
 #include "optim/adagrad/adagrad_plan.h"
 #include "optim/adahessian/adahessian_plan.h"
 #include "optim/blocked/blocked_plans.h"
+#include "optim/blocked/blocking.h"
 #include "optim/core/failure_message.h"
 #include "optim/core/state_checks.h"
 #include "optim/shampoo/shampoo_plan.h"
@@ -249,6 +250,10 @@ std::tuple<std::vector<ReportLine>, std::string> report(
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("failure_message", failure_message);
+  m.def("merged_dims",
+        [](const std::vector<int64_t>& shape, int64_t block_size, int64_t target_order) {
+          return optim::detail::merged_dims(shape, block_size, /*merge_dims=*/true, target_order);
+        });
   m.def("check_parameter", optim::detail::check_parameter);
   m.def("check_numbers", optim::detail::check_numbers);
   m.class_<BlockedPlans>("BlockedPlans")

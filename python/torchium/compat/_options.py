@@ -22,7 +22,6 @@ from ._configs import (
     read_distributed,
     refuse,
 )
-from ._dims import their_dims
 
 _SHAMPOO = OptionList("Shampoo")
 _INFINITY = 2**63 - 1  # of an integer
@@ -195,14 +194,15 @@ def _matrices(theirs: Mapping[str, Any], beta2: float, params: Sequence[Tensor])
         raise ValueError(f"{name} must be an integer of at least 0, got {tolerated!r}")
 
     block_size = _block_size(theirs["max_preconditioner_dim"])
-    target = read_distributed(theirs["distributed_config"]).values[
-        "target_parameter_dimensionality"
-    ]
-    orders = {len(their_dims(p.shape, block_size, target)) for p in params if p.numel()}
+    name = "target_parameter_dimensionality"
+    target = read_distributed(theirs["distributed_config"]).values[name]
+    target_order = 0 if target == math.inf else _checked(name, "target_order", target)
+    merged_dims = torch.ops.torchium.merged_dims
+    orders = {len(merged_dims(p.shape, block_size, target_order)) for p in params if p.numel()}
     orders -= {0}  # has no matrices
     return {
         "block_size": block_size,
-        "target_order": 0 if target == math.inf else target,
+        "target_order": target_order,
         "preconditioner_1d": "full",
         "exponent": _exponent(f"{argument}.inverse_exponent_override", values, orders),
         "root_method": _root_method(f"{argument}.amortized_computation_config", values),

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torchium
 from optimizer_cases import mlp, set_gradients
+from reference import preconditioned_shape
 from torch import nn
 from torchium.compat import DistributedShampoo
-from torchium.compat._dims import their_dims
 
 GOLDEN = json.loads(cases.GOLDEN.read_text())
 KEEPS_MATRICES = configs.SingleDeviceDistributedConfig(target_parameter_dimensionality=2)
@@ -207,7 +207,7 @@ def test_trains_networks_with_the_defaults(network):
     model = network()
     optimizer = DistributedShampoo(model.named_parameters(), lr=1e-2)
     for line, p in zip(optimizer.report().parameters, model.parameters(), strict=True):
-        dims = their_dims(p.shape, 1024, 1)
+        dims = preconditioned_shape(p.shape, 1024, True, 1)
         sizes = "x".join(str(min(dim, 1024)) for dim in dims)
         assert line.rule == "preconditioned"
         assert f" {sizes}, " in line.detail, line

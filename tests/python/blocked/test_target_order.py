@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from optimizer_cases import set_gradients
 from reference import preconditioned_shape
 from torch import nn
-from torchium.compat._dims import their_dims
 
 SHAPES = [
     (), (1,), (7,), (5, 3), (1, 6), (6, 1), (1, 1), (3, 2, 5), (2, 1, 6), (4, 3, 2, 2), (1, 3, 2, 2), (8, 4, 3, 3),
@@ -49,9 +48,9 @@ def assert_has_their_dims(shape: tuple[int, ...], limit: int, target: float) -> 
         preconditioner_1d="full",
         max_preconditioned_dim=None,
     )
-    dims = their_dims(shape, limit, target)
+    dims = tuple(preconditioned_shape(shape, limit, True, order))
     assert optimizer.report().parameters[0].detail == blocks(dims, limit)
-    assert tuple(preconditioned_shape(shape, limit, True, order)) == dims
+    assert tuple(torch.ops.torchium.merged_dims(shape, limit, order)) == dims
 
 
 @pytest.mark.parametrize("target", TARGETS)
