@@ -143,9 +143,12 @@ class per_sample:
         computed = None if how is None else f"has a weight computed by {how}"
         reason = computed or _why_unknown(module)
         bare = [repr(n) for n, p in module._parameters.items() if p is not None and p.requires_grad]
-        if own and reason is not None and computed is None and next(module.children(), None):
+        # A class of the user can be split.
+        can_move = next(module.children(), None) and not isinstance(module, nn.MultiheadAttention)
+        if own and reason is not None and computed is None and can_move:
             raise ValueError(
-                f"{where} ({type(module).__name__}) has the parameter {', '.join(bare)} beside its layers, "
+                f"{where} ({type(module).__name__}) has the parameter{'s' * (len(bare) > 1)} "
+                f"{', '.join(bare)} beside its layers, "
                 "and only the calls of layers are recorded; move it to a module without children and give "
                 "its class a formula with register_layer(), freeze it (requires_grad_(False)), or call "
                 "per_sample_gradients(), which takes all models"

@@ -137,6 +137,10 @@ def test_an_exception_sets_nothing():
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"model\.1 \(BatchNorm1d\) normalises"),
         (nn.Sequential(nn.Linear(4, 4), nn.PReLU()), r"model\.1 \(PReLU\) is of an unsupported"),
         (Scaled(), r"model \(Scaled\) has the parameter .* beside its layers"),
+        (
+            nn.MultiheadAttention(4, 2),
+            r"model \(MultiheadAttention\) is of an unsupported .*per_sample_gradients\(\)",
+        ),
         (nn.Linear(4, 3).requires_grad_(False), "no parameter of Linear requires a gradient"),
     ],
 )
