@@ -272,7 +272,7 @@ TEST(Kfac, LeavesSkippedLayersToMomentum) {
               1e-6);
   expect_contains(
       message_of<c10::ValueError>([&] { KFAC(*model, KFACOptions(0.1).skip_layers({"("})); }),
-      "no regular expression");
+      "not a regular expression");
 }
 
 TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {
