@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 namespace torchium {
@@ -118,6 +119,61 @@ TORCHIUM_API at::Tensor clip_and_accumulate(const torch::nn::Module& model,
                                             const LossFunction& loss_fn, const at::Tensor& inputs,
                                             const at::Tensor& targets, double max_norm,
                                             int64_t max_workspace_bytes = int64_t{1} << 28);
+
+/// The gradients of single samples from ordinary backward passes, while it exists.
+///
+///     torchium::gradients::PerSample scope(*model);
+///     auto loss = torch::nn::functional::cross_entropy(model->forward(inputs), targets);
+///     loss.backward();
+///     scope.grad_sample("0.weight");  // [batch, out, in]
+///
+/// Row i is the gradient of sample i's loss. Forward and backward passes are those of the program:
+/// any inputs, any loss, dropout, autocast. `.grad` is written as always. Several backward passes
+/// are more samples, in the order of the passes, unless they reach the same call, as with
+/// retain_graph: then their gradients are added. zero_grad() discards those before it. Passes that
+/// torch::autograd::grad() runs do not count. A parameter that is used several times has the sum
+/// over its uses, and one that a pass has not reached zero rows there.
+///
+/// Takes the layers that per_sample_gradients() takes in one pass, and self-attention. Dimension 0
+/// of the input of every layer must be the sample, dimension 1 in the attention and transformer
+/// layers of torch::nn. per_sample_gradients() needs no such agreement, and checks it; here only
+/// the sizes are compared. A model that has time in dimension 0, sorts its samples, or mixes them
+/// other than by batch normalisation gets wrong rows without an error. Calls of a layer in one
+/// backward pass are positions of the same samples: a batch that goes through the model in parts
+/// needs a backward pass for each part.
+///
+/// Inputs and output gradients of the layers are kept until it is destroyed. Backward passes must
+/// have ended when rows are read.
+class TORCHIUM_API PerSample {
+ public:
+  /// @param model owns the parameters, and must outlive this object; frozen ones are left out.
+  /// @param reduction "mean" if the loss is the mean over the samples of a backward pass, "sum" if
+  ///   it is the sum.
+  /// @throws c10::ValueError for a layer (named) that is not supported, or normalises with the
+  ///   statistics of the batch; if no parameter requires a gradient; for another `reduction`.
+  explicit PerSample(const torch::nn::Module& model, const std::string& reduction = "mean");
+  ~PerSample();
+  PerSample(const PerSample&) = delete;
+  PerSample& operator=(const PerSample&) = delete;
+
+  /// The rows of all passes so far, computed once after each backward pass.
+  ///
+  /// @return name -> [samples, shape of the parameter...], in the parameter's dtype and the order
+  ///   of named_parameters(); a shared parameter under its first name.
+  /// @throws c10::ValueError if no backward pass has reached a parameter, if a parameter (named)
+  ///   was also used outside of its layer or has become trainable, after a normalisation with batch
+  ///   statistics, if layers (named) have seen different numbers of samples, or if the input of a
+  ///   layer was changed in place after its backward pass.
+  const torch::OrderedDict<std::string, at::Tensor>& grad_samples();
+  /// Those of one parameter. @throws c10::ValueError also if there is none of this name.
+  at::Tensor grad_sample(const std::string& name);
+  /// The same for the parameter itself.
+  at::Tensor grad_sample(const at::Tensor& param);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace gradients
 }  // namespace torchium

@@ -264,9 +264,10 @@ void register_natural_gradient_plan(torch::Library& m) {
   register_joint_plan<NaturalGradientPlan, make_natural_gradient_plan>(m, "NaturalGradientPlan")
       .def("is_refresh", [](const Self& self) { return self->is_refresh(); })
       .def("is_start", [](const Self& self) { return self->is_start(); })
-      .def("record", [](const Self& self, const at::Tensor& input,
-                        const at::Tensor& output_gradient, const std::vector<int64_t>& row,
-                        double eps) { self->record(call_from(input, output_gradient, row, eps)); })
+      .def("record",
+           [](const Self& self, const at::Tensor& input, const at::Tensor& output_gradient,
+              const std::vector<int64_t>& row,
+              double eps) { self->receive(call_from(input, output_gradient, row, eps), {}); })
       .def("set_jacobian",
            [](const Self& self, std::vector<at::Tensor> rows, at::Tensor residuals) {
              self->set_jacobian(std::move(rows), std::move(residuals));

@@ -1,8 +1,6 @@
 #include "ops/module_capture.h"
 
-#include "gradients/capture/joined_passes.h"
 #include "gradients/capture/watched_products.h"
-#include "support/tensor_version.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
@@ -17,10 +15,10 @@ namespace torchium::ops {
 
 namespace autograd = torch::autograd;
 using gradients::detail::CaptureState;
+using gradients::detail::KeptCall;
 using gradients::detail::LayerCall;
 using gradients::detail::ModuleLayer;
 using gradients::detail::PendingCall;
-using torchium::detail::version_of;
 
 namespace {
 
@@ -74,12 +72,7 @@ ModuleCapture::ModuleCapture(int64_t number, bool keeps)
   if (keeps) {
     state_->receiver = [kept = kept_](const PendingCall& pending, LayerCall layer,
                                       const std::vector<int64_t>& gone_passes) {
-      for (const int64_t pass : gone_passes) {
-        kept->calls.erase(pass);
-      }
-      gradients::detail::join_passes(kept->calls, layer);
-      const int64_t version = version_of(layer.input);
-      kept->calls[layer.micro_batch].push_back({pending.module->number, std::move(layer), version});
+      keep_call(kept->calls, KeptCall(std::move(layer), pending.module->number), gone_passes);
     };
   } else {
     state_->on_start = [number] {
@@ -269,9 +262,10 @@ std::vector<ModuleCapture::Call> ModuleCapture::calls() {
   const std::lock_guard lock(state_->mutex);
   std::vector<Call> calls;
   for (const auto& [pass, of_pass] : kept_->calls) {
-    for (const auto& [number, layer, version] : of_pass) {
-      calls.emplace_back(pass, number, layer.input, layer.output_gradient, param(layer.weight),
-                         param(layer.bias), version_of(layer.input) != version);
+    for (const KeptCall& call : of_pass) {
+      const LayerCall& layer = call.layer;
+      calls.emplace_back(pass, call.module, layer.input, layer.output_gradient, param(layer.weight),
+                         param(layer.bias), call.has_changed_input());
     }
   }
   return calls;

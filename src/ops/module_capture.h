@@ -4,6 +4,7 @@
 
 #include "gradients/capture/call_gradients.h"
 #include "gradients/capture/capture_state.h"
+#include "gradients/capture/kept_calls.h"
 #include "optim/capture/joint_plan.h"
 
 #include <ATen/core/Tensor.h>
@@ -82,15 +83,10 @@ class ModuleCapture : public torch::CustomClassHolder {
                                                                int64_t number,
                                                                int64_t inner_samples);
 
-  struct KeptCall {
-    int64_t number;
-    gradients::detail::LayerCall layer;
-    int64_t input_version;
-  };
   // What the hooks of modules share with those of outputs.
   struct Kept {
-    std::map<int64_t, std::vector<KeptCall>> calls;  // by pass
-    std::map<int64_t, int64_t> mixing;               // modules by pass
+    gradients::detail::KeptCalls calls;
+    std::map<int64_t, int64_t> mixing;  // modules by pass
   };
   struct MixingHook;
 

@@ -232,7 +232,7 @@ class per_sample:
         arguments = LayerCalls(params)
         first_with: dict[int, nn.Module] = {}  # this number of samples
         for call in calls:
-            own = {name: positions[p] for name, p in call.params.items()}
+            own = {n: positions[p] for n, p in call.params.items() if p in positions}  # not frozen
             input, output_gradient = call.input, call.output_gradient
             if is_single(call.module, input):
                 input, output_gradient = input.unsqueeze(0), output_gradient.unsqueeze(0)

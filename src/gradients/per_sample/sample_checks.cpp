@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <map>
 
 namespace torchium::gradients::detail {
 namespace {
@@ -82,6 +83,39 @@ bool are_rolled(const std::vector<LayerCall>& calls, const std::vector<LayerCall
   return all_agree(calls, rolled, [](const LayerCall& call, const LayerCall& other) {
     return rows_agree(other.input, call.input.roll(1, 0));
   });
+}
+
+void check_samples(const std::vector<LayerCall>& calls,
+                   const std::function<std::string(int64_t)>& name_of_param) {
+  const auto name = [&](const LayerCall& call) {
+    return "the layer of " + name_of_param(call.weight >= 0 ? call.weight : call.bias);
+  };
+  struct Pass {
+    const LayerCall* first = nullptr;
+    const LayerCall* positions = nullptr;  // an embedding of a vector of indices
+    const LayerCall* tokens = nullptr;     // one of a matrix with as many columns
+  };
+  std::map<int64_t, Pass> passes;
+  for (const LayerCall& call : calls) {
+    Pass& pass = passes[call.micro_batch];
+    pass.first = pass.first == nullptr ? &call : pass.first;
+    const auto count = samples_of(*pass.first);
+    const auto samples = samples_of(call);
+    TORCH_CHECK_VALUE(samples == count, name(*pass.first), " has seen ", count,
+                      " samples in dimension 0 of its input, ", name(call), " ", samples,
+                      "; dimension 0 must be the sample in all layers (expand positions to "
+                      "[batch, ...])");
+    if (call.kind == LayerKind::kEmbedding && call.input.dim() == 1) {
+      pass.positions = &call;
+    } else if (call.kind == LayerKind::kEmbedding && call.input.dim() > 1 &&
+               call.input.size(1) == count) {
+      pass.tokens = &call;
+    }
+    TORCH_CHECK_VALUE(pass.positions == nullptr || pass.tokens == nullptr, name(*pass.positions),
+                      " has looked up ", count,
+                      " indices, which may be samples or positions: ", name(*pass.tokens),
+                      " has seen ", pass.tokens->input.sizes(), "; expand positions to that shape");
+  }
 }
 
 }  // namespace torchium::gradients::detail

@@ -5,6 +5,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+#include <string>
 #include <vector>
 
 namespace torchium::gradients::detail {
@@ -25,5 +27,10 @@ bool are_rolled(const std::vector<LayerCall>& calls, const std::vector<LayerCall
 
 // Whether rows agree up to the rounding of other kernels.
 bool rows_agree(const at::Tensor& rows, const at::Tensor& expected);
+
+// Throws c10::ValueError, naming parameters, if layers of one backward pass disagree on the number
+// of samples, or if an embedding probably looked up one list of positions for all samples.
+void check_samples(const std::vector<LayerCall>& calls,
+                   const std::function<std::string(int64_t)>& name_of_param);
 
 }  // namespace torchium::gradients::detail

@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -50,10 +49,5 @@ std::shared_ptr<const KeptBatch> read_batch(const BatchStates& states);
 // c10::ValueError for calls that are not those of an optimizer with `param_count` parameters.
 void add_saved_room(NaturalGradientParamState& fresh, const NaturalGradientParamState& saved,
                     const at::Tensor& param, int64_t param_count, const std::string& name);
-
-// Throws c10::ValueError, naming parameters, if layers of one backward pass disagree on the number
-// of samples, or if an embedding probably looked up one list of positions for all samples.
-void check_samples(const KeptBatch& batch,
-                   const std::function<std::string(int64_t)>& name_of_param);
 
 }  // namespace torchium::optim::detail

@@ -1,6 +1,6 @@
 // Sources of the matrix of the next step: layer calls of backward passes, columns of a
 // curvature, or a Jacobian that the caller has given.
-#include "gradients/capture/joined_passes.h"
+#include "gradients/per_sample/sample_checks.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 #include "optim/natural_gradient/sharing/shared_rows.h"
 #include "support/tensor_version.h"
@@ -15,6 +15,7 @@
 namespace torchium::optim::detail {
 namespace {
 
+using gradients::detail::KeptCall;
 using gradients::detail::LayerCall;
 using torchium::detail::version_of;
 
@@ -36,21 +37,11 @@ void check_residuals(const at::Tensor& residuals, const at::Tensor& rows) {
 
 }  // namespace
 
-// A call of a curvature is only a sign of its backward pass.
-void NaturalGradientPlan::record(LayerCall call) {
-  auto& pass = passes_[call.micro_batch];
-  if (!takes_curvature()) {
-    const int64_t version = version_of(call.input);
-    pass.push_back({std::move(call), version});
-  }
-}
-
 void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& gone_passes) {
-  for (const int64_t pass : gone_passes) {
-    passes_.erase(pass);
+  auto& pass = keep_call(passes_, KeptCall(std::move(call)), gone_passes);
+  if (takes_curvature()) {
+    pass.clear();  // it is only a sign of the backward pass
   }
-  gradients::detail::join_passes(passes_, call);
-  record(std::move(call));
 }
 
 void NaturalGradientPlan::forget() {
@@ -85,16 +76,14 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
   int64_t micro_batch = 0;
   for (const auto& [pass, recorded] : takes_curvature() ? columns_ : passes_) {
     const size_t before = batch->calls.size();
-    for (const auto& [call, input_version] : recorded) {
+    for (const KeptCall& kept : recorded) {
+      const LayerCall& call = kept.layer;
       const int64_t weight = reached(call.weight);
       const int64_t bias = reached(call.bias);
       if (weight < 0 && bias < 0) {
         continue;
       }
-      TORCH_CHECK_VALUE(version_of(call.input) == input_version, "the input ", call.input.sizes(),
-                        " of a ", gradients::detail::name_of(call.kind),
-                        " layer was changed in place after the backward pass; fill another tensor "
-                        "with the next batch until step() has been called");
+      kept.check_input("step() has been called");
       batch->calls.push_back(call);
       batch->calls.back().weight = weight;
       batch->calls.back().bias = bias;
@@ -116,8 +105,7 @@ void NaturalGradientPlan::add_curvature(const at::Tensor& outputs, const LossCur
   for_each_curvature_gradient(outputs, curvature, calls,
                               [&](int64_t k, size_t /*i*/, LayerCall call) {
                                 call.micro_batch = first + k;
-                                const int64_t version = version_of(call.input);
-                                columns_[call.micro_batch].push_back({std::move(call), version});
+                                columns_[call.micro_batch].emplace_back(std::move(call));
                               });
 }
 
@@ -152,7 +140,7 @@ void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
                       "embedding.weight), pass the Jacobian of residuals to update_jacobian(), "
                       "freeze it, or add the gradient of a penalty after backward()");
   }
-  check_samples(batch, [&](int64_t i) { return name(i); });
+  gradients::detail::check_samples(batch.calls, [&](int64_t i) { return name(i); });
 }
 
 // ---- a given Jacobian

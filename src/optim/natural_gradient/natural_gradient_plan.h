@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gradients/capture/call_gradients.h"
+#include "gradients/capture/kept_calls.h"
 #include "optim/capture/joint_plan.h"
 #include "optim/capture/loss_curvature.h"
 #include "optim/core/seen_tensor.h"
@@ -35,9 +36,6 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
 
   // Whether the next step takes its Fisher matrix from its own batch. Decided once per step.
   bool is_refresh();
-  // A call with its gradient. Weight and bias are positions in what bind() was given; -1: none, or
-  // no gradient from this call. The micro-batch is any number of the backward pass.
-  void record(gradients::detail::LayerCall call);
   void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
   bool joins_passes() const override { return true; }
   void forget() override;
@@ -73,11 +71,6 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   StateChanges take_agreed(const JointInputs& inputs) override;
 
  private:
-  struct Recorded {
-    gradients::detail::LayerCall call;
-    int64_t input_version;
-  };
-
   // The sources of the rows of the next step: of this process alone, or of all ranks together.
   struct JointBatch {
     std::shared_ptr<const SharedRows> shared;  // null: this process alone
@@ -113,9 +106,9 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   bool kept_is(const KeptBatch& batch) const;
   bool has_kept_params() const;
 
-  std::map<int64_t, std::vector<Recorded>> passes_;   // by backward pass
-  std::map<int64_t, std::vector<Recorded>> columns_;  // of curvatures
-  int64_t curvature_samples_ = 0;                     // of record_curvature() since forget()
+  gradients::detail::KeptCalls passes_;
+  gradients::detail::KeptCalls columns_;  // of curvatures
+  int64_t curvature_samples_ = 0;         // of record_curvature() since forget()
   // Of set_jacobian(), with the versions of its tensors; null: none.
   std::shared_ptr<const KeptBatch> given_;
   std::vector<int64_t> given_versions_;

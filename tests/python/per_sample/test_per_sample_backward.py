@@ -275,6 +275,16 @@ def test_parameters_that_are_frozen_or_thawed():
         thaw()
 
 
+def test_parameters_that_are_frozen_behind_the_backward_pass():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    with per_sample(model):
+        F.cross_entropy(model(x), y).backward()
+        model[0].requires_grad_(False)
+    assert not hasattr(model[0].weight, "grad_sample")
+    torch.testing.assert_close(model[1].weight.grad_sample.mean(0), model[1].weight.grad)
+
+
 def test_lookups_that_may_be_positions_are_refused():
     tokens, positions = nn.Embedding(9, 4), nn.Embedding(6, 4)
     x = torch.randint(9, (3, 3))
