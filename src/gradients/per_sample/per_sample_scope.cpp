@@ -165,7 +165,7 @@ at::Tensor PerSample::grad_sample(const at::Tensor& param) {
   const auto& params = state_->params;
   const auto found = std::find_if(params.begin(), params.end(),
                                   [&](const at::Tensor& known) { return known.is_same(param); });
-  TORCH_CHECK_VALUE(found != params.end(), "the tensor is no trainable parameter of the model");
+  TORCH_CHECK_VALUE(found != params.end(), "the tensor is not a trainable parameter of the model");
   return grad_sample(state_->names[found - params.begin()]);
 }
 

@@ -250,7 +250,7 @@ TEST_F(PerSampleScope, RefusesUses) {
   expect_contains(refusal([&] { scope.grad_sample("0.wheight"); }),
                   "the model has no trainable parameter '0.wheight'");
   expect_contains(refusal([&] { scope.grad_sample(batch.inputs); }),
-                  "the tensor is no trainable parameter of the model");
+                  "the tensor is not a trainable parameter of the model");
   run(batch);
   batch.inputs.zero_();
   expect_contains(refusal([&] { scope.grad_samples(); }),
