@@ -45,13 +45,17 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 ///   [batch] for a batch, the loss of each sample (reduction `torch::kNone`), it is called for the
 ///   batch and its halves instead; losses that differ between the two are not used.
 /// @param inputs, targets [batch, ...].
+/// @param max_workspace_bytes bounds the patches of convolutions that exist at a time, of at least
+///   one sample. Inputs and output gradients of the layers, for the whole batch, are not counted.
 /// @return name -> [batch, shape of the parameter...], in the parameter's dtype and the order of
 ///   named_parameters(); a shared parameter under its first name.
 /// @throws c10::ValueError if batch sizes differ or are zero, if the loss is more than one number,
-///   if a layer (named) normalises with batch statistics, or if the model draws random numbers.
+///   if a layer (named) normalises with batch statistics, if the model draws random numbers, or if
+///   `max_workspace_bytes` is below 1.
 TORCHIUM_API torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(
     const torch::nn::Module& model, const ForwardFunction& forward, const LossFunction& loss_fn,
-    const at::Tensor& inputs, const at::Tensor& targets);
+    const at::Tensor& inputs, const at::Tensor& targets,
+    int64_t max_workspace_bytes = int64_t{1} << 28);
 
 /// With J the matrix of all per-sample gradients, one row per sample. Arguments, models, samples
 /// taken one by one, and errors are those of per_sample_gradients(). Also raises c10::ValueError if

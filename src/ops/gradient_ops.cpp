@@ -44,10 +44,12 @@ void kronecker_factors_add_lookups_(at::Tensor A_sum, at::Tensor G_sum,
 
 std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorList inputs,
                                              at::TensorList output_gradients, at::IntArrayRef calls,
-                                             at::ArrayRef<double> call_eps, double scale) {
+                                             at::ArrayRef<double> call_eps, double scale,
+                                             int64_t max_workspace_bytes) {
   c10::NoGradGuard no_grad;
+  gradients::detail::check_workspace(max_workspace_bytes);
   const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
-  std::vector<at::Tensor> rows = Jacobian(params, parsed, scale).rows();
+  std::vector<at::Tensor> rows = Jacobian(params, parsed, scale).rows(max_workspace_bytes);
   for (size_t i = 0; i < rows.size(); ++i) {
     rows[i] = rows[i].to(params[i].scalar_type());
   }
@@ -57,7 +59,8 @@ std::vector<at::Tensor> per_sample_gradients(at::TensorList params, at::TensorLi
 std::vector<at::Tensor> per_sample_gradients_meta(at::TensorList params, at::TensorList inputs,
                                                   at::TensorList output_gradients,
                                                   at::IntArrayRef calls,
-                                                  at::ArrayRef<double> call_eps, double scale) {
+                                                  at::ArrayRef<double> call_eps, double scale,
+                                                  int64_t /*max_workspace_bytes*/) {
   const auto parsed = gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps);
   gradients::detail::check_calls(parsed, static_cast<int64_t>(params.size()));
   const c10::SymInt samples = gradients::detail::count_samples(parsed);
@@ -167,7 +170,8 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   // (gradients/capture/layer_call.h).
   m.def(
       "per_sample_gradients(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, "
-      "int[] calls, float[] call_eps, *, float scale=1.0) -> Tensor[]");
+      "int[] calls, float[] call_eps, *, float scale=1.0, int max_workspace_bytes=268435456) -> "
+      "Tensor[]");
   m.def(
       "per_sample_norms(Tensor[] params, Tensor[] inputs, Tensor[] output_gradients, int[] calls, "
       "float[] call_eps, *, int max_workspace_bytes) -> Tensor");

@@ -27,6 +27,10 @@ inline void expect_quantities(const nn::Module& model, const ForwardFunction& fo
   const auto J = torch::cat(flat, 1);
   const auto norms = J.norm(2, 1);
   for (const int64_t workspace : {int64_t{1}, int64_t{1} << 28}) {
+    const auto again = per_sample_gradients(model, forward, loss, inputs, targets, workspace);
+    for (const auto& [name, row] : rows.pairs()) {
+      expect_near(again[name], row, tolerance);
+    }
     expect_near(gradients::per_sample_norms(model, forward, loss, inputs, targets, workspace)
                     .to(torch::kDouble),
                 norms, tolerance);

@@ -38,7 +38,12 @@ one_call = threading.RLock()
 
 
 def per_sample_gradients(
-    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    max_workspace_bytes: int = 2**28,
 ) -> dict[str, Tensor]:
     """Return the gradient of each sample's loss, for every trainable parameter.
 
@@ -59,6 +64,9 @@ def per_sample_gradients(
             None, bool and str, which are the same for all samples.
         targets: ``[batch, ...]``, or nested in the same way, for ``loss_fn``; None if it needs
             none.
+        max_workspace_bytes: bounds what exists at a time beside the result, of at least one sample:
+            patches of convolutions, and gradients by ``vmap`` if they do not all fit. Inputs and output
+            gradients of the layers, for the whole batch, are not counted.
 
     Returns:
         name -> ``[batch, *parameter.shape]``, in the parameter's dtype, without a graph; names as
@@ -69,7 +77,7 @@ def per_sample_gradients(
             uses a parameter (named) by a kept reference, such as ``weight = model.weight`` before
             the call; a reentrant checkpoint (``use_reentrant=False`` works); a module (named) whose
             output for a sample depends on other samples or on random numbers, or that updates running
-            statistics.
+            statistics; ``max_workspace_bytes`` below 1.
 
     Three methods give the same rows:
 
@@ -93,8 +101,21 @@ def per_sample_gradients(
         >>> gradients["weight"].shape
         torch.Size([8, 2, 10])
     """
+    check_workspace(max_workspace_bytes)
     with one_call:
         parameters = trainable(model)
+        params = list(parameters.values())
+
+        def from_rows(rows: Rows, samples: int) -> list[Tensor]:
+            chunks = chunks_of(params, samples, max_workspace_bytes)
+            if len(chunks) == 1:
+                return rows(0, samples)
+            result = [p.new_empty(samples, *p.shape, requires_grad=False) for p in params]
+            for first, last in chunks:
+                for whole, part in zip(result, rows(first, last), strict=True):
+                    whole[first:last] = part
+            return result
+
         rows: list[Tensor] = evaluate(
             "per_sample_gradients",
             model,
@@ -102,10 +123,26 @@ def per_sample_gradients(
             loss_fn,
             inputs,
             targets,
-            from_calls=lambda calls: calls.run(torch.ops.torchium.per_sample_gradients),
-            from_rows=lambda rows, samples: rows(0, samples),
+            from_calls=lambda calls: calls.run(
+                torch.ops.torchium.per_sample_gradients, max_workspace_bytes=max_workspace_bytes
+            ),
+            from_rows=from_rows,
         )
     return dict(zip(parameters, rows, strict=True))
+
+
+def check_workspace(max_workspace_bytes: int) -> None:
+    if not isinstance(max_workspace_bytes, int) or max_workspace_bytes < 1:
+        raise ValueError(
+            f"max_workspace_bytes is {max_workspace_bytes!r}; it must be a positive integer"
+        )
+
+
+def chunks_of(params: list[Tensor], samples: int, max_bytes: int) -> list[tuple[int, int]]:
+    """The samples [first, last) whose gradients exist at a time."""
+    of_sample = sum(p.nbytes for p in params)
+    size = max(1, max_bytes // max(1, of_sample))
+    return [(first, min(first + size, samples)) for first in range(0, samples, size)]
 
 
 def evaluate(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers import LayerCalls
-from .per_sample import Rows, evaluate, one_call
+from .per_sample import Rows, check_workspace, chunks_of, evaluate, one_call
 from .sample_loss import LossFunction, trainable
 
 _ops = torch.ops.torchium
@@ -49,7 +49,7 @@ def per_sample_norms(
         ValueError: as :func:`per_sample_gradients`, no trainable parameter, or
             ``max_workspace_bytes`` below 1.
     """
-    _check_workspace(max_workspace_bytes)
+    check_workspace(max_workspace_bytes)
     with one_call:
         parameters = _trainable(model)
         return _of_each_sample(
@@ -91,15 +91,15 @@ def gram(
         ValueError: as :func:`per_sample_gradients`, no trainable parameter, or
             ``max_workspace_bytes`` below 1.
     """
-    _check_workspace(max_workspace_bytes)
+    check_workspace(max_workspace_bytes)
     with one_call:
         parameters = _trainable(model)
         params = list(parameters.values())
 
         def from_rows(rows: Rows, samples: int) -> Tensor:
-            chunks = _chunks(params, samples, max_workspace_bytes)
+            chunks = chunks_of(params, samples, max_workspace_bytes)
             if len(chunks) > 1:
-                chunks = _chunks(params, samples, max_workspace_bytes // 2)  # two at a time
+                chunks = chunks_of(params, samples, max_workspace_bytes // 2)  # two at a time
             K = params[0].new_empty(samples, samples, dtype=torch.float64, requires_grad=False)
             for i, chunk in enumerate(chunks):
                 left = rows(*chunk)
@@ -153,7 +153,7 @@ def jvp_dots(
         ValueError: as :func:`per_sample_gradients`, no trainable parameter, ``max_workspace_bytes``
             below 1, or vectors that do not fit the parameters.
     """
-    _check_workspace(max_workspace_bytes)
+    check_workspace(max_workspace_bytes)
     with one_call:
         parameters = _trainable(model)
         v = [x.to(p.device, _dtype([p])) for p, x in _fitting(parameters, vectors)]
@@ -213,7 +213,7 @@ def clip_and_accumulate(
         ...     p.grad = (p.grad + torch.randn_like(p)) / len(inputs)
         >>> optimizer.step()
     """
-    _check_workspace(max_workspace_bytes)
+    check_workspace(max_workspace_bytes)
     if not isinstance(max_norm, (numbers.Real, Tensor)):
         raise ValueError(f"max_norm is {max_norm!r}; it must be a number")
     if not max_norm > 0:
@@ -226,7 +226,7 @@ def clip_and_accumulate(
         def from_rows(rows: Rows, samples: int) -> tuple[list[Tensor], Tensor]:
             sums = [torch.zeros_like(p, dtype=_dtype([p]), requires_grad=False) for p in params]
             norms = [sums[0].new_zeros(0, dtype=_dtype(params))]  # of an empty batch
-            for chunk in _chunks(params, samples, max_workspace_bytes):
+            for chunk in chunks_of(params, samples, max_workspace_bytes):
                 calls = _of_rows(params, rows(*chunk))
                 of_chunk, found = calls.run(_ops.clipped_gradient_sums, **options)
                 norms.append(found)
@@ -258,7 +258,7 @@ def _of_each_sample(
     params = list(batch[1].values())
 
     def from_rows(rows: Rows, samples: int) -> Tensor:
-        chunks = _chunks(params, samples, max_bytes)
+        chunks = chunks_of(params, samples, max_bytes)
         return torch.cat([run(_of_rows(params, rows(*chunk))) for chunk in chunks])
 
     return evaluate(function, *batch, run, from_rows)
@@ -286,13 +286,6 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
                 "parameters"
             )
     return params
-
-
-def _check_workspace(max_workspace_bytes: int) -> None:
-    if not isinstance(max_workspace_bytes, int) or max_workspace_bytes < 1:
-        raise ValueError(
-            f"max_workspace_bytes is {max_workspace_bytes!r}; it must be a positive integer"
-        )
 
 
 def _fitting(
@@ -324,13 +317,6 @@ def _fitting(
 def _dtype(params: list[Tensor]) -> torch.dtype:
     """The dtype of results: float64 if a parameter is, otherwise float32."""
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-
-
-def _chunks(params: list[Tensor], samples: int, max_bytes: int) -> list[tuple[int, int]]:
-    """The samples [first, last) whose gradients exist at a time."""
-    of_sample = sum(p.nbytes for p in params)
-    size = max(1, max_bytes // max(1, of_sample))
-    return [(first, min(first + size, samples)) for first in range(0, samples, size)]
 
 
 def _of_rows(params: list[Tensor], rows: list[Tensor]) -> LayerCalls:

@@ -58,7 +58,7 @@ Added DenseBlock::add_norms_to(NormSums& sums, bool /*has_bias*/,
   return Added::kBlock;
 }
 
-at::Tensor DenseBlock::weighted_rows(const at::Tensor& w) const {
+at::Tensor DenseBlock::weighted_rows(const at::Tensor& w, int64_t /*max_workspace_bytes*/) const {
   if (!w.defined()) {
     return rows().clone(at::MemoryFormat::Contiguous);
   }

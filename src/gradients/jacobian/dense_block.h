@@ -26,7 +26,7 @@ class DenseBlock : public JacobianBlock {
   at::Tensor product(const at::Tensor& x) const override;
   void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
   Added add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspace_bytes) const override;
-  at::Tensor weighted_rows(const at::Tensor& w) const override;
+  at::Tensor weighted_rows(const at::Tensor& w, int64_t max_workspace_bytes) const override;
 
  private:
   const at::Tensor& rows() const {

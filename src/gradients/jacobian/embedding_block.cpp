@@ -40,7 +40,8 @@ void EmbeddingBlock::add_squared_norms_(at::Tensor& squares, int64_t max_workspa
   }
 }
 
-at::Tensor EmbeddingBlock::weighted_rows(const at::Tensor& w) const {
+at::Tensor EmbeddingBlock::weighted_rows(const at::Tensor& w,
+                                         int64_t /*max_workspace_bytes*/) const {
   return scatter_lookups(indices_, w.defined() ? e_ * w.view({-1, 1, 1}) : e_, table_rows_);
 }
 

@@ -15,7 +15,7 @@ class EmbeddingBlock : public JacobianBlock {
   at::Tensor transpose_product(const at::Tensor& w) const override;
   at::Tensor product(const at::Tensor& x) const override;
   void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
-  at::Tensor weighted_rows(const at::Tensor& w) const override;
+  at::Tensor weighted_rows(const at::Tensor& w, int64_t max_workspace_bytes) const override;
 
  private:
   at::Tensor indices_;

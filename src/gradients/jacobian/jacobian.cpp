@@ -289,7 +289,7 @@ void Jacobian::add_norms_of_pairs_(at::Tensor& squares, int64_t max_workspace_by
   squares.add_((inputs * sums.select(1, 1)).sum(0));
 }
 
-std::vector<at::Tensor> Jacobian::rows() const {
+std::vector<at::Tensor> Jacobian::rows(int64_t max_workspace_bytes) const {
   const torchium::detail::Phase phase("torchium::sample_rows");
   const at::Tensor weights = scale_.defined() ? scale_.expand({samples_}) : scale_;
   std::vector<at::Tensor> result;
@@ -297,7 +297,8 @@ std::vector<at::Tensor> Jacobian::rows() const {
     auto sizes = column.shape;
     sizes.insert(sizes.begin(), samples_);
     result.push_back(column.block ? column.block->weighted_rows(
-                                        weights.defined() ? weights.to(column.dtype) : weights)
+                                        weights.defined() ? weights.to(column.dtype) : weights,
+                                        max_workspace_bytes)
                                   : at::zeros(sizes, options_.dtype(column.dtype)));
   }
   return result;

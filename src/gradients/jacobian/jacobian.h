@@ -55,8 +55,9 @@ class Jacobian {
   at::Tensor product(at::TensorList x, at::ArrayRef<double> scales = {}) const;
   // The l2 norm of each row: [n] of `dtype`. See JacobianBlock::add_squared_norms_().
   at::Tensor norms(int64_t max_workspace_bytes, at::ScalarType dtype = at::kDouble) const;
-  // J: one tensor [n, *shape] per parameter, in its state dtype.
-  std::vector<at::Tensor> rows() const;
+  // J: one tensor [n, *shape] per parameter, in its state dtype. max_workspace_bytes: see
+  // JacobianBlock::weighted_rows().
+  std::vector<at::Tensor> rows(int64_t max_workspace_bytes = kMostOperandBytes) const;
 
  private:
   struct Column {

@@ -61,9 +61,14 @@ class JacobianBlock {
   // For several passes over the rows: holds them, or patches of convolutions, on a GPU, of at most
   // this many bytes, which are subtracted.
   virtual void keep_patches(int64_t& bytes) {}
-  // diag(w) J for w [n] of the state dtype, undefined for ones: [n, *shape], in new memory.
-  virtual at::Tensor weighted_rows(const at::Tensor& w) const = 0;
+  // diag(w) J for w [n] of the state dtype, undefined for ones: [n, *shape], in new memory. Copies
+  // of factors, as patches of convolutions, take at most `max_workspace_bytes` at a time, but those
+  // of at least one sample exist.
+  virtual at::Tensor weighted_rows(const at::Tensor& w, int64_t max_workspace_bytes) const = 0;
 };
+
+// Bytes of copies of factors that exist at a time, where the caller sets no bound.
+constexpr int64_t kMostOperandBytes = int64_t{1} << 29;
 
 // Elements of a float64 workspace: 16 MB.
 constexpr int64_t kMaxWorkspaceElements = int64_t{1} << 21;

@@ -124,7 +124,7 @@ at::Tensor rows_of(const Piece& piece, at::IntArrayRef shape, at::ScalarType dty
   }
   Piece alone = piece;
   alone.first_row = 0;
-  return pair_block({alone}, shape, dtype, piece.rows).weighted_rows({});
+  return pair_block({alone}, shape, dtype, piece.rows).weighted_rows({}, kMostOperandBytes);
 }
 
 std::unique_ptr<JacobianBlock> dense_block(const std::vector<Piece>& pieces, at::IntArrayRef shape,

@@ -29,9 +29,6 @@ int64_t max_pair_samples(bool is_cuda, int64_t of_sample, int64_t T, int64_t gro
   return std::max<int64_t>(1, std::min(kElements / of_sample, side / T));
 }
 
-// Bytes of operands in parts that exist at a time, where the caller sets no bound.
-constexpr int64_t kMostOperandBytes = int64_t{1} << 29;
-
 // From as many positions on, a product reads kept rows in less time than it multiplies positions.
 constexpr int64_t kLeastPositionsOfRows = 32;
 
@@ -112,10 +109,11 @@ PairBlock::PairBlock(std::vector<Call> calls, int64_t groups, at::IntArrayRef sh
       options_(options) {}
 
 template <typename Visit>
-void PairBlock::for_each_piece(const Visit& visit) const {
+void PairBlock::for_each_piece(const Visit& visit, int64_t max_bytes) const {
   for (const auto& [source, first_row] : calls_) {
-    for (int64_t first = 0; first < source.samples(); first += source.piece()) {
-      const int64_t count = std::min(source.piece(), source.samples() - first);
+    const int64_t piece = source.piece(max_bytes);
+    for (int64_t first = 0; first < source.samples(); first += piece) {
+      const int64_t count = std::min(piece, source.samples() - first);
       visit(source.of_samples(first, count), first_row + first);
     }
   }
@@ -401,7 +399,7 @@ void PairBlock::keep_patches(int64_t& bytes) {
     const auto narrow = narrow_rows(bytes);
     if (narrow || device_rows(kMostOperandBytes)) {
       rows_ = std::make_unique<DenseBlock>(narrow ? narrow->weight.view(shape_of_rows())
-                                                  : weighted_rows({}));
+                                                  : weighted_rows({}, kMostOperandBytes));
       bytes -= of_rows;
       return;
     }
@@ -411,10 +409,10 @@ void PairBlock::keep_patches(int64_t& bytes) {
   }
 }
 
-at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
+at::Tensor PairBlock::weighted_rows(const at::Tensor& w, int64_t max_workspace_bytes) const {
   const at::NoTF32Guard full_precision;
   if (rows_) {
-    return rows_->weighted_rows(w);
+    return rows_->weighted_rows(w, max_workspace_bytes);
   }
   const bool covered = calls_.size() == 1 && calls_[0].source.samples() == samples_;
   if (const auto narrow = narrow_rows(std::numeric_limits<int64_t>::max())) {
@@ -427,18 +425,19 @@ at::Tensor PairBlock::weighted_rows(const at::Tensor& w) const {
   if (pairs && store_outer_rows(*pairs, w, rows)) {
     return rows.view(shape_of_rows());
   }
-  if (const auto on_device = device_rows(kMostOperandBytes)) {
+  if (const auto on_device = device_rows(std::min(max_workspace_bytes, kMostOperandBytes))) {
     on_device->store(rows, 0, w);
     return rows.view(shape_of_rows());
   }
   if (!covered) {
     rows.zero_();
   }
-  for_each_piece([&](const Positions& x, int64_t row) {
+  const auto add = [&](const Positions& x, int64_t row) {
     const int64_t count = x.A.size(1);
     add_rows_(rows.narrow(0, row, count), w.defined() ? weighted(x, w.narrow(0, row, count)) : x,
               covered ? 0.0 : 1.0);
-  });
+  };
+  for_each_piece(add, max_workspace_bytes);
   return rows.view(shape_of_rows());
 }
 

@@ -6,6 +6,7 @@
 #include "gradients/jacobian/narrow_rows.h"
 #include "gradients/jacobian/patches.h"
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -37,7 +38,7 @@ class PairBlock : public JacobianBlock {
   void add_squared_norms_(at::Tensor& squares, int64_t max_workspace_bytes) const override;
   Added add_norms_to(NormSums& sums, bool has_bias, int64_t max_workspace_bytes) const override;
   void keep_patches(int64_t& bytes) override;
-  at::Tensor weighted_rows(const at::Tensor& w) const override;
+  at::Tensor weighted_rows(const at::Tensor& w, int64_t max_workspace_bytes) const override;
 
  private:
   bool saves_by_pairs() const;
@@ -50,9 +51,11 @@ class PairBlock : public JacobianBlock {
   std::unique_ptr<DeviceRows> device_rows(int64_t max_bytes, bool with_bias = false) const;
   void add_gram_by_pairs_(at::Tensor& K, double weight, double bias_weight) const;
   void add_gram_by_rows_(at::Tensor& K, double weight) const;
-  // Calls visit(positions, first row) for all pieces of all calls.
+  // Calls visit(positions, first row) for all pieces of all calls, whose patches take at most this
+  // many bytes.
   template <typename Visit>
-  void for_each_piece(const Visit& visit) const;
+  void for_each_piece(const Visit& visit,
+                      int64_t max_bytes = std::numeric_limits<int64_t>::max()) const;
 
   std::vector<Call> calls_;
   int64_t groups_;

@@ -221,6 +221,7 @@ PositionSource::PositionSource(const LayerCall& call, const WeightGeometry& weig
   }
   const int64_t elements = weight.groups * weight.fan_in * positions_;
   piece_ = std::max<int64_t>(1, max_patch_elements(call_.input) / std::max<int64_t>(1, elements));
+  patch_bytes_ = elements * static_cast<int64_t>(call_.input.element_size());
 }
 
 PositionSource::PositionSource(Positions whole)
@@ -229,6 +230,10 @@ PositionSource::PositionSource(Positions whole)
       samples_(whole_.A.size(1)),
       positions_(whole_.A.size(2)),
       piece_(samples_) {}
+
+int64_t PositionSource::piece(int64_t max_bytes) const {
+  return patch_bytes_ == 0 ? piece_ : std::clamp<int64_t>(max_bytes / patch_bytes_, 1, piece_);
+}
 
 const at::Tensor& PositionSource::patches() const {
   if (!patches_.defined()) {

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <optional>
 
 namespace torchium::gradients::detail {
@@ -107,8 +108,8 @@ class PositionSource {
 
   int64_t samples() const { return samples_; }
   int64_t positions() const { return positions_; }  // T
-  // How many samples to request at a time.
-  int64_t piece() const { return piece_; }
+  // How many samples to request at a time, at least one, for patches of at most this many bytes.
+  int64_t piece(int64_t max_bytes = std::numeric_limits<int64_t>::max()) const;
   Positions of_samples(int64_t first, int64_t count) const;
   // Holds the patches of all samples from now on, if they are copies on a GPU of at most this many
   // bytes, which are subtracted.
@@ -130,6 +131,7 @@ class PositionSource {
   int64_t samples_ = 0;
   int64_t positions_ = 0;
   int64_t piece_ = 0;
+  int64_t patch_bytes_ = 0;  // of a sample
 };
 
 }  // namespace torchium::gradients::detail

@@ -1,4 +1,5 @@
 #include "gradients/per_sample/sample_evaluation.h"
+#include "gradients/per_sample/sample_values.h"
 #include "torchium/gradients.h"
 
 #include <ATen/ATen.h>
@@ -8,11 +9,10 @@
 
 namespace torchium {
 
-torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn::Module& model,
-                                                                 const ForwardFunction& forward,
-                                                                 const LossFunction& loss_fn,
-                                                                 const at::Tensor& inputs,
-                                                                 const at::Tensor& targets) {
+torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(
+    const torch::nn::Module& model, const ForwardFunction& forward, const LossFunction& loss_fn,
+    const at::Tensor& inputs, const at::Tensor& targets, int64_t max_workspace_bytes) {
+  gradients::detail::check_workspace(max_workspace_bytes);
   const gradients::detail::SampleLoss loss(model, forward, loss_fn, inputs, targets);
   const gradients::detail::TrainableParameters trainable(model);
   const auto& params = trainable.params;
@@ -24,7 +24,9 @@ torch::OrderedDict<std::string, at::Tensor> per_sample_gradients(const torch::nn
   };
   gradients::detail::evaluate(
       "per_sample_gradients", loss, trainable,
-      [&](const gradients::detail::Jacobian& jacobian) { rows = jacobian.rows(); },
+      [&](const gradients::detail::Jacobian& jacobian) {
+        rows = jacobian.rows(max_workspace_bytes);
+      },
       [&](int64_t i, const std::vector<at::Tensor>& of_sample) {
         for (const auto p : c10::irange(params.size())) {
           if (!of_sample[p].defined()) {

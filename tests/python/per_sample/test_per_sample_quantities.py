@@ -122,6 +122,26 @@ def test_layers(name, device):
 def test_layers_in_chunks_of_one_sample(name, device):
     model, batch = model_and_batch(name, samples=4, device=device)
     assert_right(model, *batch, max_workspace_bytes=ONE_SAMPLE)
+    rows = gradients.per_sample_gradients(model, loss_fn, *batch, max_workspace_bytes=ONE_SAMPLE)
+    right = reference_gradients(model, loss_fn, *batch)
+    assert rows.keys() == right.keys()
+    for key, row in rows.items():
+        torch.testing.assert_close(row, right[key], msg=key)
+
+
+def test_rows_by_vmap_in_chunks():
+    model = WithTemperature().double()
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 4
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    two_samples = 2 * sum(p.nbytes for p in model.parameters())
+    found = gradients.per_sample_gradients(
+        model, F.cross_entropy, x, y, max_workspace_bytes=two_samples
+    )
+    assert len(passes) == 3
+    right = reference_gradients(model, F.cross_entropy, x, y)
+    for name, rows in found.items():
+        torch.testing.assert_close(rows, right[name], msg=name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -393,7 +413,7 @@ def test_an_empty_batch_is_clipped_to_zeros(name):
 
 def test_bad_arguments():
     model, batch = model_and_batch("mlp")
-    for name in ("per_sample_norms", "gram"):
+    for name in ("per_sample_gradients", "per_sample_norms", "gram"):
         with pytest.raises(ValueError, match="max_workspace_bytes is 0; it must be a positive"):
             getattr(gradients, name)(model, loss_fn, *batch, max_workspace_bytes=0)
     for bad in (0.0, -1.0, float("nan")):
