@@ -46,44 +46,37 @@ void check_settings(const LayerCall& call, size_t index) {
       "; stride, dilation and groups must be positive, padding not negative");
 }
 
+// Elements that the windows of this many positions cover.
+template <typename Int>
+Int covered_length(const Int& positions, int64_t kernel, int64_t stride, int64_t dilation) {
+  return (positions - 1) * stride + (kernel - 1) * dilation + 1;
+}
+
+// A transposed convolution is the convolution from its output to its input, which need not reach
+// the end of the output.
 void check_convolution(const LayerCall& call, at::IntArrayRef shape, size_t index) {
   check_settings(call, index);
   const auto s = convolution_settings(call);
-  const auto in = call.input.sym_sizes();
-  const auto out = call.output_gradient.sym_sizes();
+  const auto in = (s.is_transposed ? call.output_gradient : call.input).sym_sizes();
+  const auto out = (s.is_transposed ? call.input : call.output_gradient).sym_sizes();
   const size_t n = spatial_dims(call);
   const size_t c = in.size() - n - 1;  // the dimension of the channels
   bool fits = shape.size() == n + 2 && c <= 1 && shape[0] % s.groups == 0 &&
               in[c] == shape[1] * s.groups && out[c] == shape[0] && (c == 0 || in[0] == out[0]);
   for (size_t i = 0; fits && i < n; ++i) {
-    fits = out[c + 1 + i] ==
-           output_size(in[c + 1 + i], shape[2 + i], s.stride[i], s.padding[i], s.dilation[i]);
+    const auto &length = in[c + 1 + i], &positions = out[c + 1 + i];
+    fits = s.is_transposed ? covered_length(positions, shape[2 + i], s.stride[i], s.dilation[i]) <=
+                                 length + 2 * s.padding[i]
+                           : positions == output_size(length, shape[2 + i], s.stride[i],
+                                                      s.padding[i], s.dilation[i]);
   }
-  TORCH_CHECK_VALUE(
-      fits, "calls[", index, "]: ", name_of(call.kind), " with a weight of shape ", shape,
-      " and settings ", at::IntArrayRef(call.settings), " got inputs of shape ", in,
-      " and output_gradients of shape ", out,
-      "; pass the (already padded) input, the gradient of the output and the layer's settings");
-}
-
-void check_transposed_convolution(const LayerCall& call, at::IntArrayRef shape,
-                                  at::IntArrayRef weight_shape, size_t index) {
-  check_settings(call, index);
-  const auto s = convolution_settings(call);
-  const auto in = call.input.sym_sizes();
-  const auto out = call.output_gradient.sym_sizes();
-  const size_t n = spatial_dims(call);
-  const size_t c = in.size() - n - 1;  // the dimension of the channels
-  bool fits = shape.size() == n + 2 && c <= 1 && shape[0] % s.groups == 0 && in[c] == shape[0] &&
-              out[c] == shape[1] * s.groups && (c == 0 || in[0] == out[0]);
-  for (size_t i = 0; fits && i < n; ++i) {
-    const auto windows = (in[c + 1 + i] - 1) * s.stride[i] + s.dilation[i] * (shape[2 + i] - 1) + 1;
-    fits = windows <= out[c + 1 + i] + 2 * s.padding[i];
-  }
-  TORCH_CHECK_VALUE(fits, "calls[", index, "]: a transposed ", name_of(call.kind),
-                    " with a weight of shape ", weight_shape, " and settings ",
-                    at::IntArrayRef(call.settings), " got inputs of shape ", in,
-                    " and output_gradients of shape ", out);
+  TORCH_CHECK_VALUE(fits, "calls[", index, "]: ", s.is_transposed ? "a transposed " : "",
+                    name_of(call.kind), " with a weight of shape ", shape, " and settings ",
+                    at::IntArrayRef(call.settings), " got inputs of shape ", call.input.sym_sizes(),
+                    " and output_gradients of shape ", call.output_gradient.sym_sizes(),
+                    s.is_transposed ? ""
+                                    : "; pass the (already padded) input, the gradient of the "
+                                      "output and the layer's settings");
 }
 
 WeightGeometry convolution_geometry(at::IntArrayRef shape, int64_t groups) {
@@ -145,11 +138,7 @@ WeightGeometry weight_geometry(const LayerCall& call, at::IntArrayRef weight_sha
   TORCH_CHECK_VALUE(is_convolution(call), "calls[", call_index, "] is a ", name_of(call.kind),
                     " layer; only linear layers and convolutions have Kronecker factors");
   const std::vector<int64_t> shape = convolution_shape(call, weight_shape);
-  if (is_transposed_convolution(call)) {
-    check_transposed_convolution(call, shape, weight_shape, call_index);
-  } else {
-    check_convolution(call, shape, call_index);
-  }
+  check_convolution(call, shape, call_index);
   return convolution_geometry(shape, groups_of(call));
 }
 
@@ -165,7 +154,7 @@ LayerCall with_plain_weight(const LayerCall& call, at::IntArrayRef weight_shape,
     return plain;
   }
   const std::vector<int64_t> shape = convolution_shape(call, weight_shape);
-  check_transposed_convolution(call, shape, weight_shape, call_index);
+  check_convolution(call, shape, call_index);
   const size_t n = spatial_dims(call);
   const auto s = convolution_settings(call);
   // Only as much of the padded output as the windows of the inputs cover.
@@ -173,8 +162,8 @@ LayerCall with_plain_weight(const LayerCall& call, at::IntArrayRef weight_shape,
   const at::Tensor x = batched(call, plain.output_gradient);
   for (size_t i = 0; i < n; ++i) {
     const auto dim = static_cast<int64_t>(2 + i);
-    windows = windows.narrow(
-        dim, 0, (x.size(dim) - 1) * s.stride[i] + (shape[2 + i] - 1) * s.dilation[i] + 1);
+    windows = windows.narrow(dim, 0,
+                             covered_length(x.size(dim), shape[2 + i], s.stride[i], s.dilation[i]));
   }
   plain.input = windows;
   plain.output_gradient = x;
