@@ -88,14 +88,17 @@ TORCHIUM_API at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
 // (A + damping I)^-1, exactly symmetric: [..., n, n] -> [..., n, n]. A is symmetric positive
 // semi-definite (it is symmetrised); damping finite and not negative.
 //
-// Float32 and 16-bit matrices on a GPU are inverted by matrix_inverse_root of root 1 and a step of
-// Newton's method, with the floor of the former; the host does not wait. All others are inverted by
-// Cholesky decompositions. If the factorisation of a matrix breaks down, or meets a pivot below (4
-// + sqrt(n) / 4) epsilon(dtype) times its largest entry, that matrix is solved by its
+// By Cholesky decompositions. If the factorisation of a matrix breaks down, or meets a pivot below
+// (4 + sqrt(n) / 4) epsilon(dtype) times its largest entry, that matrix is solved by its
 // eigendecomposition instead. Eigenvalues below that fraction of the largest, or below the smallest
 // normal number, count as that floor. In float64 on a GPU the host waits once, to find these
 // matrices. Values beyond the range of the dtype saturate. A matrix with NaN or Inf yields NaN and
 // does not affect the others.
+//
+// Float32 and 16-bit matrices on a GPU are inverted without a host wait by matrix_inverse_root of
+// root 1, with its floor, and a step of Newton's method. Up to n = 256 that is left to matrices
+// with a pivot that small; the others are inverted by the sweep operator in one launch (Goodnight
+// 1979).
 TORCHIUM_API at::Tensor spd_inverse(const at::Tensor& A, double damping = 0.0);
 
 // (A + damping I)^-1 X, as spd_inverse: A [..., n, n], X [..., n, m] -> [..., n, m]. X divided by

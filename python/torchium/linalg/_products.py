@@ -179,14 +179,17 @@ def chunked_matmul(
 def spd_inverse(A: Tensor, *, damping: float = 0.0) -> Tensor:
     """Return ``(A + damping I)^-1`` for symmetric positive semi-definite ``A``.
 
-    In float32 and 16 bits on a GPU by :func:`matrix_inverse_root` of root 1 and a step of Newton's,
-    with the floor of the former; the host does not wait. Elsewhere by Cholesky. If the factorisation
-    of a matrix breaks down, or meets a pivot below ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its
-    largest entry, that matrix is solved by its eigendecomposition. Its eigenvalues below that
-    fraction of the largest, or below the smallest normal number, count as that floor, so zero and
-    rank-deficient matrices have a finite result. Values beyond the range of the dtype saturate. In
-    float64 on a GPU the host waits once, to find the matrices that need this. A matrix with NaN or
-    Inf yields NaN and does not affect the others. bfloat16 and float16 are computed in float32.
+    By Cholesky. If the factorisation of a matrix breaks down, or meets a pivot below
+    ``(4 + sqrt(n) / 4) finfo(dtype).eps`` times its largest entry, that matrix is solved by its
+    eigendecomposition. Its eigenvalues below that fraction of the largest, or below the smallest
+    normal number, count as that floor, so zero and rank-deficient matrices have a finite result.
+    Values beyond the range of the dtype saturate. In float64 on a GPU the host waits once, to find
+    the matrices that need this. A matrix with NaN or Inf yields NaN and does not affect the others.
+    bfloat16 and float16 are computed in float32.
+
+    In float32 and 16 bits on a GPU by :func:`matrix_inverse_root` of root 1, with its floor, and a
+    step of Newton's method, without a host wait. Up to n = 256 that is left to matrices with a pivot
+    that small; the others are inverted by the sweep operator in one launch.
 
     Args:
         A: ``[..., n, n]``, floating point; symmetrised.

@@ -45,6 +45,8 @@ struct InverseRoot {
   int32_t* failures = nullptr;
   // With failures: if false, neither they nor the roots change. Null: true.
   const bool* keep = nullptr;
+  // [matrices]: the roots that are wanted; the others do not change. Null: all.
+  const bool* wanted = nullptr;
 };
 
 }  // namespace torchium::cuda_kernels

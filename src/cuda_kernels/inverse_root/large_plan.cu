@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 != 0) return;
   const double divisor = divisor_of(arguments, matrix);
   largest = static_cast<float>(largest / divisor);
-  const bool has_root = largest <= FLT_MAX && is_kept(arguments);
+  const bool has_root = largest <= FLT_MAX && may_change(arguments, matrix);
   const double eps = eps_of(arguments, matrix);
   const double divided = newton_scale(largest, eps, divisor);
   const double scale = divided / divisor;

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
                       int64_t blocks_of_matrix) {
   const Piece piece = piece_of_thread(X.order, blocks_of_matrix);
   const bool accepted = arguments.iterations[piece.matrix] > 0;
-  if (!accepted && arguments.failures != nullptr) return;
+  if (!is_written(arguments, piece.matrix, accepted)) return;
   write_root(arguments, X, plans[piece.matrix], accepted, piece);
 }
 
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   accept<kBlockWarps>(arguments, matrix, plan, {images, in, largest, vectors[0]});
   __syncthreads();
   const bool accepted = arguments.iterations[matrix] > 0;
-  if (!accepted && arguments.failures != nullptr) return;
+  if (!is_written(arguments, matrix, accepted)) return;
   const int pieces_of_row = X.order / 8;
   for (int i = threadIdx.x; i < X.order * pieces_of_row; i += kBlockThreads) {
     write_root(arguments, X, plan, accepted, {matrix, i / pieces_of_row, i % pieces_of_row * 8});

@@ -31,14 +31,20 @@ struct SpectralBound {
   double frobenius, damping, top;
 };
 
-// Whether roots may change.
-__device__ inline bool is_kept(const InverseRoot& arguments) {
-  return arguments.keep == nullptr || *arguments.keep;
+// Whether the root of a matrix may change.
+__device__ inline bool may_change(const InverseRoot& arguments, int64_t matrix) {
+  return (arguments.keep == nullptr || *arguments.keep) &&
+         (arguments.wanted == nullptr || arguments.wanted[matrix]);
+}
+
+// Whether a root is written that was accepted, or not.
+__device__ inline bool is_written(const InverseRoot& arguments, int64_t matrix, bool accepted) {
+  return may_change(arguments, matrix) && (accepted || arguments.failures == nullptr);
 }
 
 // One thread of a matrix.
 __device__ inline void count_failure(const InverseRoot& arguments, int64_t matrix, bool accepted) {
-  if (arguments.failures == nullptr || !is_kept(arguments)) return;
+  if (arguments.failures == nullptr || !may_change(arguments, matrix)) return;
   arguments.failures[matrix] = accepted ? 0 : arguments.failures[matrix] + 1;
 }
 

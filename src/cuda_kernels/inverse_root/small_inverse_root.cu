@@ -101,7 +101,7 @@ class SmallRoot {
         column_(warp_ % L::kWarpsAcross * L::kTile) {}
 
   __device__ void run(int64_t matrix) {
-    if (!is_kept(args_)) return;
+    if (!may_change(args_, matrix)) return;
     start_load(matrix);
     finish_load();
     make_plan(matrix);
@@ -436,8 +436,7 @@ class SmallRoot {
 
   __device__ void write(int64_t matrix, bool accepted, float residual) const {
     float* root = args_.root + matrix * n_ * n_;
-    const bool is_written = accepted || args_.failures == nullptr;
-    for_each_entry(is_written ? n_ : 0, [&](int i, int j) {
+    for_each_entry(is_written(args_, matrix, accepted) ? n_ : 0, [&](int i, int j) {
       const float identity = i == j ? 1.0f : 0.0f;
       root[i * n_ + j] = saturated(plan_.factor * (accepted ? dense_[i * (n_ + 1) + j] : identity));
     });
@@ -450,7 +449,7 @@ class SmallRoot {
 
   __device__ void write_nan(int64_t matrix) const {
     float* root = args_.root + matrix * n_ * n_;
-    const int entries = args_.failures == nullptr ? n_ * n_ : 0;
+    const int entries = is_written(args_, matrix, /*accepted=*/false) ? n_ * n_ : 0;
     for (int e = threadIdx.x; e < entries; e += L::kThreads) root[e] = NAN;
     if (threadIdx.x == 0) {
       args_.residual[matrix] = NAN;

@@ -2,22 +2,18 @@
 
 #include "linalg/common/bounded_solution.h"
 #include "linalg/common/operand_checks.h"
+#include "linalg/decompositions/device_spd_inverse.h"
 #include "linalg/products/symmetric_storage.h"
-#include "linalg/roots/device_newton.h"
 #include "linalg/spectral/eigh.h"
 #include "linalg/spectral/spectral.h"
 
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cholesky_inverse.h>
 #include <ATen/ops/cholesky_solve.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_cholesky_ex.h>
 #include <ATen/ops/linalg_qr.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
 #include <tuple>
@@ -69,48 +65,6 @@ Factor factorise(const at::Tensor& A, double damping) {
           restore_batch(input.finite, batch)};
 }
 
-// (A + damping I)^-1 of float32 matrices [..., n, n] on a GPU, by the coupled iteration, whose last
-// step leaves errors up to 1e-4, and one step of Newton's, which squares them.
-class DeviceInverse {
- public:
-  DeviceInverse(const at::Tensor& A, double damping)
-      : inverse_(device_inverse_root(as_batch(A), /*p=*/1, damping, /*relative_eps=*/0.0)
-                     .root.view(A.sizes())) {
-    const at::Tensor half = A * 0.5;
-    damped_ = half + half.mT();
-    damped_.diagonal(0, -2, -1).add_(damping);
-  }
-
-  // X + X (I - D X)
-  at::Tensor inverse() const {
-    const at::NoTF32Guard full_precision;
-    at::Tensor rest = at::matmul(damped_, inverse_).neg_();
-    rest.diagonal(0, -2, -1).add_(1);
-    const at::Tensor half = at::matmul(inverse_, rest).add_(inverse_).mul_(0.5);
-    return finite_or(half + half.mT(), inverse_);
-  }
-
-  // Y + X (B - D Y) with Y = X B
-  at::Tensor solution(const at::Tensor& B) const {
-    const at::NoTF32Guard full_precision;
-    const at::Tensor Y = at::matmul(inverse_, B);
-    return finite_or(Y + at::matmul(inverse_, B - at::matmul(damped_, Y)), Y);
-  }
-
- private:
-  // Close to the end of the range the step may leave it.
-  static at::Tensor finite_or(const at::Tensor& x, const at::Tensor& otherwise) {
-    return at::where(at::isfinite(x), x, otherwise);
-  }
-
-  at::Tensor inverse_, damped_;
-};
-
-bool has_device_inverse(const at::Tensor& A) {
-  return A.is_cuda() && compute_dtype(A) == at::kFloat &&
-         has_device_root(as_batch(A).to(at::kFloat), /*p=*/1);
-}
-
 void check_spd_inverse(const at::Tensor& A, double damping) {
   check_matrices("spd_inverse", {{"A", A}});
   check_square("spd_inverse", {"A", A});
@@ -140,8 +94,8 @@ at::Tensor spd_inverse_meta(const at::Tensor& A, double damping) {
 at::Tensor spd_inverse(const at::Tensor& A, double damping) {
   check_spd_inverse(A, damping);
   if (A.numel() == 0) return at::empty(A.sizes(), A.options());
-  if (has_device_inverse(A)) {
-    return saturated(DeviceInverse(A.to(at::kFloat), damping).inverse(), A.scalar_type());
+  if (has_device_spd_inverse(A)) {
+    return saturated(DeviceSpdInverse(A.to(at::kFloat), damping).inverse(), A.scalar_type());
   }
   const auto factor = factorise(A, damping);
   // LAPACK's layout is column-major, so the transpose is contiguous.
@@ -158,8 +112,8 @@ at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, double damping) {
   const auto result_sizes = check_spd_solve(A, X, damping);
   const auto sizes = C10_AS_INTARRAYREF_SLOW(result_sizes);
   if (c10::multiply_integers(sizes) == 0) return at::empty(sizes, X.options());
-  if (has_device_inverse(A)) {
-    const DeviceInverse inverse(A.to(at::kFloat), damping);
+  if (has_device_spd_inverse(A)) {
+    const DeviceSpdInverse inverse(A.to(at::kFloat), damping);
     return saturated(inverse.solution(X.to(at::kFloat)), X.scalar_type());
   }
   const auto factor = factorise(A, damping);

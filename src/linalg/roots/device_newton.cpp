@@ -168,6 +168,15 @@ DeviceRoot device_inverse(const at::Tensor& A, const at::Tensor& dampings, doubl
   return solve.outputs();
 }
 
+void device_inverse_where(const at::Tensor& A, double damping, const at::Tensor& wanted,
+                          const at::Tensor& inverses) {
+  const c10::cuda::CUDAGuard device_guard(A.device());
+  TORCH_INTERNAL_ASSERT(wanted.is_contiguous() && inverses.is_contiguous());
+  Solve solve(A, /*p=*/1, damping, /*relative_eps=*/0.0, inverses);
+  solve.arguments.wanted = wanted.const_data_ptr<bool>();
+  solve.run(c10::cuda::getCurrentCUDAStream());
+}
+
 void renew_inverse_roots(const std::vector<RootRenewal>& batches, int64_t p, double eps,
                          double relative_eps, const at::Tensor& keep) {
   for (size_t begin = 0; begin < batches.size();) {
@@ -199,6 +208,11 @@ DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, doubl
 }
 
 DeviceRoot device_inverse(const at::Tensor& A, const at::Tensor& dampings, double least_damping) {
+  TORCH_INTERNAL_ASSERT(false, "built without CUDA");
+}
+
+void device_inverse_where(const at::Tensor& A, double damping, const at::Tensor& wanted,
+                          const at::Tensor& inverses) {
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 }
 

@@ -2,6 +2,8 @@
 // launch, above that on Hopper's tensor cores.
 #pragma once
 
+#include "torchium/export.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -34,7 +36,13 @@ DeviceRoot device_inverse_root(const at::Tensor& A, int64_t p, double eps, doubl
 
 // The same of A + s I for p = 1, where s is the damping of each matrix, [N] float64, but at least
 // least_damping |A|_F.
-DeviceRoot device_inverse(const at::Tensor& A, const at::Tensor& dampings, double least_damping);
+TORCHIUM_API DeviceRoot device_inverse(const at::Tensor& A, const at::Tensor& dampings,
+                                       double least_damping);
+
+// Writes (A + damping I)^-1 to the inverses [N, n, n] of the matrices of which `wanted` [N] is
+// true. Both are contiguous. The host reads nothing.
+void device_inverse_where(const at::Tensor& A, double damping, const at::Tensor& wanted,
+                          const at::Tensor& inverses);
 
 // N matrices, and their roots, which are updated in place.
 struct RootRenewal {

@@ -199,7 +199,9 @@ cuda_kernels::InverseRoot part_of(cuda_kernels::InverseRoot batch, int64_t begin
   batch.floor += begin;
   batch.iterations += begin;
   if (batch.divisors != nullptr) batch.divisors += begin;
+  if (batch.eps != nullptr) batch.eps += begin;
   if (batch.failures != nullptr) batch.failures += begin;
+  if (batch.wanted != nullptr) batch.wanted += begin;
   batch.matrices = count;
   return batch;
 }

@@ -1,4 +1,5 @@
 #include "linalg/products/symmetric_update.h"
+#include "linalg/roots/device_newton.h"
 #include "linalg/roots/minimax.h"
 #include <torchium/linalg/matrix_functions.h>
 
@@ -206,6 +207,17 @@ TEST(MatrixFunctions, WrongArgumentsRaiseValueError) {
   EXPECT_THROW(matrix_inverse_root(torch::eye(2), 2, {.method = "qr"}), c10::ValueError);
   EXPECT_THROW(torchium::linalg::matrix_power(torch::eye(2), NAN), c10::ValueError);
   EXPECT_THROW(torchium::linalg::eigh(torch::eye(2, torch::kInt)), c10::ValueError);
+}
+
+// More matrices of this order than the buffers of one pass hold.
+TEST(DeviceInverse, EveryMatrixHasItsOwnDamping) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "skipped: no CUDA device";
+  constexpr int64_t kMatrices = 35, kOrder = 1000;
+  const auto A = torch::eye(kOrder, torch::kCUDA).expand({kMatrices, kOrder, kOrder}).contiguous();
+  const auto dampings = torch::arange(1, kMatrices + 1, A.options().dtype(torch::kDouble));
+  const auto inverse = torchium::linalg::detail::device_inverse(A, dampings, 0.0).root;
+  const auto found = inverse.diagonal(0, 1, 2).select(1, 0).to(torch::kDouble);
+  EXPECT_LT((found * (1 + dampings) - 1).abs().max().item<double>(), 1e-3);
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ def allowed_error(lapack: Tensor, exact: Tensor, A: Tensor, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", ALL_FLOATS)
 @pytest.mark.parametrize("damping", [0.0, 1e-3, 10.0])
-@pytest.mark.parametrize("n", [1, 7, 64, 200])
+@pytest.mark.parametrize("n", [1, 7, 33, 64, 100, 200, 256])
 def test_spd_is_as_accurate_as_lapack(dtype, damping, n, device):
     A = symmetric("spread", n, batch=(2, 3)).to(dtype).to(device)
     X = randn(3, n, 4, dtype=dtype, seed=1).to(device)
@@ -127,6 +127,21 @@ def test_spd_does_not_wait_in_float32(n):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     A[1, 2, 3] = torch.nan
     assert linalg.spd_inverse(A).isnan().flatten(1).all(1).tolist() == [False, True, False]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", [3, 32, 100, 129, 256])
+def test_singular_matrices_are_left_to_the_coupled_iteration(n):
+    """With a step of Newton's method; the others are swept."""
+    regular = symmetric("spread", n, batch=(3,)).float().cuda()
+    singular = symmetric("rank_deficient", n, batch=(2,), seed=1).float().cuda()
+    A = torch.stack([regular[0], singular[0], regular[1], singular[1], regular[2]])
+    inverse = linalg.spd_inverse(A)
+    assert torch.equal(inverse[[0, 2, 4]], linalg.spd_inverse(regular))
+    X = linalg.matrix_inverse_root(singular, 1).double()
+    expected = 2 * X - X @ singular.double() @ X
+    error = norm(inverse[[1, 3]].double().cpu() - expected.cpu())
+    assert (error <= 1e-3 * norm(expected.cpu())).all()
 
 
 @pytest.mark.cuda
