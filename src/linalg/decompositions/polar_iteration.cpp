@@ -13,6 +13,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <cuda_runtime_api.h>
 #endif
@@ -51,6 +52,18 @@ void multiply(at::Tensor& out, const at::Tensor& A, const at::Tensor& B, Product
   out.baddbmm_(A, B, scale.beta, scale.alpha);
 }
 
+// The same for contiguous matrices of one shape.
+void copy(at::Tensor& out, const at::Tensor& from) {
+#ifdef TORCHIUM_WITH_CUDA
+  if (out.is_cuda()) {
+    C10_CUDA_CHECK(cudaMemcpyAsync(out.mutable_data_ptr(), from.const_data_ptr(), out.nbytes(),
+                                   cudaMemcpyDeviceToDevice, c10::cuda::getCurrentCUDAStream()));
+    return;
+  }
+#endif
+  out.copy_(from);
+}
+
 }  // namespace
 
 at::Tensor polar_iteration(const at::Tensor& X, double rcond) {
@@ -60,24 +73,23 @@ at::Tensor polar_iteration(const at::Tensor& X, double rcond) {
   const double lower = rcond * std::pow(static_cast<double>(X.size(-1)), -0.125);
   const auto steps = minimax_schedule(/*root=*/2, lower * lower, kRoundoff);
 
-  at::Tensor Y = (X / frobenius_norms(X)).contiguous();
-  at::Tensor G = at::bmm(Y.mT(), Y);
+  at::Tensor G = at::bmm(X.mT(), X);
   at::Tensor S = at::bmm(G, G);
-  const at::Tensor bound = frobenius_norms(S).pow(0.25);
-  Y = Y / bound;
-  G = G / bound.pow(2);
-  S = S / bound.pow(4);
+  const at::Tensor norm = frobenius_norms(S), root = norm.sqrt();
+  at::Tensor Y = (X / root.sqrt()).contiguous();
+  G.div_(root);
+  S.div_(norm);
   at::Tensor W = at::empty_like(G), Y_of_step = at::empty_like(Y);
   for (size_t k = 0; k < steps->size(); ++k) {
     const auto [a, b, c] = (*steps)[k];
     if (k > 0) {
       multiply(G, Y.mT(), Y);
-      W.copy_(G);
+      copy(W, G);
       multiply(W, G, G, {.alpha = c, .beta = b});
     } else {
       at::add_out(W, b * G, S, c);
     }
-    Y_of_step.copy_(Y);
+    copy(Y_of_step, Y);
     multiply(Y_of_step, Y, W, {.alpha = 1, .beta = a});
     std::swap(Y, Y_of_step);
   }

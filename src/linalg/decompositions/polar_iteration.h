@@ -11,9 +11,9 @@ namespace torchium::linalg::detail {
 // float32.
 bool has_polar_iteration(const at::Tensor& A);
 
-// U V^T for X = U S V^T, X [N, m, n] float64, m >= n > 0, finite, with squares of its norm in the
-// range of float64. Singular values above rcond times the largest become one up to rounding errors,
-// smaller ones at most that, and zeros stay. rcond: at least 1e-13.
+// U V^T for X = U S V^T, X [N, m, n] float64, m >= n > 0, finite, with fourth powers of its norm
+// in the range of float64. Singular values above rcond times the largest become one up to rounding
+// errors, smaller ones at most that, and zeros stay. rcond: at least 1e-13.
 //
 // X <- X q(X^T X), with the quadratic minimax polynomials of the inverse square root (minimax.h;
 // Polar Express, Amsel et al. 2025, arXiv 2505.16932). Each step takes three products; there are 15

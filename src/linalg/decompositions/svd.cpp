@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 namespace torchium::linalg::detail {
@@ -84,12 +85,15 @@ Svd svd(const at::Tensor& A) {
   const auto [U, S, Vh] = has_polar_iteration(A)
                               ? svd_by_polar(input.matrix)
                               : at::linalg_svd(input.matrix, /*full_matrices=*/false);
+  const at::Tensor is_nan = input.finite.logical_not();
   const auto result = [&](const at::Tensor& X, const std::vector<c10::SymInt>& to) {
-    return saturated(input.or_nan(X), A.scalar_type())
+    return X.masked_fill(is_nan, std::numeric_limits<double>::quiet_NaN())
+        .to(A.scalar_type())
         .contiguous()
         .view(C10_AS_INTARRAYREF_SLOW(to));
   };
-  return {result(U, sizes.U), result(times_power_of_two(S.unsqueeze(-2), input.exponent), sizes.S),
+  const at::Tensor values = times_power_of_two(S.unsqueeze(-2), input.exponent);
+  return {result(U, sizes.U), result(saturated(values, A.scalar_type()), sizes.S),
           result(Vh, sizes.Vh)};
 }
 

@@ -18,10 +18,12 @@ UnitScaled unit_scaled(const at::Tensor& A) {
 }
 
 at::Tensor times_power_of_two(const at::Tensor& x, const at::Tensor& exponent) {
-  const double most = x.scalar_type() == at::kDouble ? 1022 : 126;
+  if (x.scalar_type() == at::kFloat) {
+    return (x * at::exp2(exponent.to(at::kDouble))).to(at::kFloat);
+  }
   const at::Tensor half = exponent.div(2, "floor");
-  const auto power = [&](const at::Tensor& e) {
-    return at::exp2(e.to(at::kDouble).clamp_(-most, most)).to(x.scalar_type());
+  const auto power = [](const at::Tensor& e) {
+    return at::exp2(e.to(at::kDouble).clamp_(-1022, 1022));
   };
   return x * power(half) * power(exponent - half);
 }

@@ -18,8 +18,8 @@ struct UnitScaled {
 
 UnitScaled unit_scaled(const at::Tensor& A);
 
-// 2^exponent x, in two factors that are normal numbers where the result is: the power alone may be
-// out of range.
+// 2^exponent x, for x in float32 or float64 and exponents of numbers of its dtype or differences of
+// them. In float64 by two factors, because the power alone may be out of range.
 at::Tensor times_power_of_two(const at::Tensor& x, const at::Tensor& exponent);
 
 }  // namespace torchium::linalg::detail
