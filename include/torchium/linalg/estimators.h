@@ -26,10 +26,10 @@ struct StochasticEstimate {
 
 struct HutchinsonOptions {
   int64_t num_samples = 100;  // at most
-  // Columns of a product; none: 256 for a dense matrix without tol, otherwise 10.
+  // Columns of a product; none: 10, or of a dense matrix 256, or 100 with tol.
   std::optional<int64_t> block_size;
   // Stops once |standard error| <= tol |value| (norms for a diagonal), which is tested after every
-  // ten products: the host waits then.
+  // ten products, or each of a dense matrix without block_size: the host waits then.
   std::optional<double> tol;
   uint64_t seed = 0;
 };

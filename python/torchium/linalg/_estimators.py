@@ -36,11 +36,12 @@ def hutchinson_trace(
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; float32 or float64.
         num_samples: at most.
-        block_size: columns per product; by default 256 for a dense matrix without ``tol``, otherwise
-            10. Many wide products of a large dense float32 matrix run on Hopper's tensor cores at
+        block_size: columns per product; by default 10, or of a dense matrix 256, or 100 with ``tol``.
+            Many wide products of a large dense float32 matrix run on Hopper's tensor cores at
             float32's own error, if the workspace holds a copy of the matrix.
         tol: stops once the standard error is at most ``tol |value|``. This is tested after every ten
-            products, when the host waits for the device; without it the host never waits.
+            products, or each of a dense matrix without ``block_size``; the host waits for the device
+            then, and never without ``tol``.
         seed: of the signs, which are equal on every device. No global random state changes.
 
     Raises:

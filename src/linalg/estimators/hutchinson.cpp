@@ -12,14 +12,18 @@
 namespace torchium::linalg::detail {
 namespace {
 
+// Products between tests, and columns of a product. Those of a dense matrix take less memory than
+// the matrix, which is read as fast for all columns of a test as for a few.
 constexpr int64_t kCallsPerTest = 10;
-
-// Columns of a product. Those of a dense matrix take less memory than the matrix.
 constexpr int64_t kColumns = 10, kColumnsOfDense = 256;
 
 int64_t block_size(const HutchinsonOptions& options, bool is_dense) {
-  const bool has_tests = options.tol.has_value();
-  return options.block_size.value_or(is_dense && !has_tests ? kColumnsOfDense : kColumns);
+  const int64_t of_dense = options.tol.has_value() ? kCallsPerTest * kColumns : kColumnsOfDense;
+  return options.block_size.value_or(is_dense ? of_dense : kColumns);
+}
+
+int64_t calls_per_test(const HutchinsonOptions& options, bool is_dense) {
+  return is_dense && !options.block_size ? 1 : kCallsPerTest;
 }
 
 const char* estimator_name(bool diagonal) {
@@ -58,6 +62,7 @@ HutchinsonProcess::HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonO
       n_(n),
       options_(options),
       block_(block_size(options, is_dense)),
+      calls_per_test_(calls_per_test(options, is_dense)),
       tensor_options_(tensor_options) {
   const char* name = estimator_name(diagonal);
   check_operator(name, n, tensor_options);
@@ -69,8 +74,8 @@ HutchinsonProcess::HutchinsonProcess(bool diagonal, int64_t n, const HutchinsonO
 }
 
 LinearOperator HutchinsonProcess::prepared(const LinearOperator& A) const {
-  const int64_t least =
-      options_.tol ? std::min(kCallsPerTest * block_, options_.num_samples) : options_.num_samples;
+  const int64_t least = options_.tol ? std::min(calls_per_test_ * block_, options_.num_samples)
+                                     : options_.num_samples;
   return prepared_for(A, {std::min(block_, options_.num_samples), least});
 }
 
@@ -85,7 +90,7 @@ void HutchinsonProcess::use(const at::Tensor& signs, const at::Tensor& product) 
   estimate_.add(diagonal_ ? terms : terms.sum(0, /*keepdim=*/false, at::kDouble));
   ++calls_;
   done_ = products_ == options_.num_samples ||
-          (options_.tol.has_value() && calls_ % kCallsPerTest == 0 && is_accurate());
+          (options_.tol.has_value() && calls_ % calls_per_test_ == 0 && is_accurate());
 }
 
 bool HutchinsonProcess::is_accurate() const {

@@ -38,6 +38,7 @@ class HutchinsonProcess final : public OperatorProcess {
   int64_t n_;
   HutchinsonOptions options_;
   int64_t block_;
+  int64_t calls_per_test_;
   at::TensorOptions tensor_options_;
   RunningMean estimate_;
   int64_t calls_ = 0;
