@@ -7,9 +7,14 @@ reaches; estimates of the diagonal with cola-ml at an error of 1 %, where these 
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections.abc import Callable
+
+# CuPy's and SciPy's eigsh solve small problems with OpenBLAS, whose threads would go on to spin beside
+# whatever is measured next.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 from matrices.chunked_products import measure_products
@@ -19,6 +24,7 @@ from shared.common import (
     interleaved,
     median_ratio,
     parse_arguments,
+    repeated,
     result_file,
     waits,
 )
@@ -47,6 +53,7 @@ ROUNDING = 1e-6  # residuals below it may be rounding errors of float32
 COLA = "cola-ml, Hutchinson"
 DIAGONAL = "torchium hutchinson_diagonal"
 WANTED_ERROR = 0.01  # of the diagonal
+CALLS = 10  # of a function that memory limits, so that the host is ahead
 
 
 def matrix(n: int, device: str) -> Tensor:
@@ -213,18 +220,19 @@ def measure_elements(report: Report, device: str, rounds: int, n: int, dtype: to
         functions["torch.compile of a * b + c"] = lambda: compiled(a, b, c)
     for function in functions.values():
         function()
-    seconds = interleaved({k: waits(device, f) for k, f in functions.items()}, rounds)
+    calls = {k: waits(device, repeated(f, CALLS)) for k, f in functions.items()}
+    seconds = interleaved(calls, rounds)
     moved = 4 * a.nbytes
     rows = []
     for name in functions:
-        median = statistics.median(seconds[name])
+        median = statistics.median(seconds[name]) / CALLS
         rows.append([name, 1e3 * median, 1e-9 * moved / median])
     kind = str(dtype).removeprefix("torch.")
     report.table(f"a b + c, n = {n}, {kind}", ["", "ms", "GB/s"], rows)
     ours, *peers = functions
     for peer in peers if a.is_cuda else ():  # elsewhere by torch.addcmul
         ratio = median_ratio(seconds[ours], seconds[peer])
-        report.check(f"fused_mul_add / {peer}, {kind}", ratio, 1.0)
+        report.check(f"fused_mul_add / {peer}, {kind}", ratio, 1.01)
 
 
 def measure_lists(report: Report, device: str, rounds: int) -> None:
