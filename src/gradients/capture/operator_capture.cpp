@@ -52,21 +52,25 @@ class Registry {
 
 // Of this thread: how many operators that hide calls are running.
 thread_local int hiding_operators = 0;
-// The node that computed the last product on this thread, and its calls: an in-place addition of a
-// bias belongs to them.
-thread_local struct {
+// The node that computed a product, and its calls.
+struct LastProduct {
   WeakNode node;
   std::vector<std::weak_ptr<PendingCall>> calls;
-} last_product;
+};
+// Of this thread, if no operator has run since: an in-place addition of a bias then belongs to its
+// calls. An operator between them may use the product without the bias.
+thread_local LastProduct last_product;
 
 // Keeps what start() has read for end().
 struct CallContext : public at::ObserverContext {
-  explicit CallContext(bool hides_calls) : hides_calls(hides_calls) {
+  CallContext(bool hides_calls, LastProduct before)
+      : hides_calls(hides_calls), before(std::move(before)) {
     hiding_operators += hides_calls ? 1 : 0;
   }
   ~CallContext() override { hiding_operators -= hides_calls ? 1 : 0; }
 
   const bool hides_calls;
+  const LastProduct before;  // that of the operator before this one
   std::exception_ptr error;
   PendingCalls calls;
   // Calls that an addition completes, with the bias.
@@ -95,14 +99,14 @@ void report_error(const std::exception_ptr& error) {
   });
 }
 
-// The call of the last product that `target` is the result of, in the same capture.
-std::shared_ptr<PendingCall> product_call(const at::Tensor& target,
+// The call, in the same capture, of the product that `target` is.
+std::shared_ptr<PendingCall> product_call(const at::Tensor& target, const LastProduct& product,
                                           const OperatorCapture::State* capture) {
-  const auto node = last_product.node.lock();
+  const auto node = product.node.lock();
   if (node == nullptr || node != target.grad_fn()) {
     return nullptr;
   }
-  for (const auto& weak : last_product.calls) {
+  for (const auto& weak : product.calls) {
     auto call = weak.lock();
     if (call != nullptr && call->layer.kind == LayerKind::kLinear && call->layer.bias < 0 &&
         call->capture.lock().get() == capture) {
@@ -130,7 +134,7 @@ void note_call(const OperatorCall& call, CallContext& context) {
     }
     const int64_t bias = capture->trainable_position(call.bias);
     if (call.is_in_place_addition && bias >= 0) {
-      if (auto found = product_call(call.layer.input, capture.get())) {
+      if (auto found = product_call(call.layer.input, context.before, capture.get())) {
         context.completed.emplace_back(std::move(found), call.bias);
         return;
       }
@@ -177,6 +181,7 @@ std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
   if (hiding_operators > 0) {
     return nullptr;
   }
+  LastProduct before = std::exchange(last_product, {});
   const LayerOperator* layer_operator = find_layer_operator(function.name());
   if (layer_operator == nullptr) {
     return nullptr;
@@ -185,7 +190,7 @@ std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
     pass_of_forward();  // perhaps a checkpoint, with others in it
     return nullptr;
   }
-  auto context = std::make_unique<CallContext>(layer_operator->hides_calls);
+  auto context = std::make_unique<CallContext>(layer_operator->hides_calls, std::move(before));
   keep_error(context->error, [&] {
     if (const auto call = layer_operator->read(function.inputs())) {
       note_call(*call, *context);

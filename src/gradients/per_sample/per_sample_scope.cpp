@@ -117,8 +117,9 @@ void PerSample::State::compute() {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   TORCH_CHECK_VALUE(!received->calls.empty(),
-                    "no backward pass of a batch that is not empty has reached a parameter; run "
-                    "the forward and the backward pass while PerSample exists");
+                    "no backward pass of a batch that is not empty has reached a parameter by the "
+                    "operators that are captured (linear, convolution, embedding, norms); run the "
+                    "forward and the backward pass while PerSample exists");
   check_parameters();
   std::vector<std::vector<at::Tensor>> parts(params.size());  // by parameter and pass
   for (const auto& [pass, kept] : received->calls) {

@@ -52,6 +52,19 @@ TEST_P(LinearInputs, OfFunctionalCallsAreCaptured) {
   }
 }
 
+// The bias is in one of two results of the product.
+TEST_P(LinearInputs, AreSeparateFromABiasThatAPartOfTheProductHas) {
+  const Tensors params{parameter(torch::randn({4, 3})), parameter(torch::randn({4}))};
+  Recorder recorder(params);
+  auto y = torch::randn(GetParam()).matmul(params[0].t());
+  const auto without_bias = 3 * y;
+  y.add_(params[1]);
+  (y.square().sum() + without_bias.sum()).backward();
+  ASSERT_EQ(recorder.calls.size(), 2U);
+  expect_explains(recorder.calls[0], {}, params[1]);
+  expect_explains(recorder.calls[1], params[0], {});
+}
+
 // Some terms alone: the bias is a separate call, and frozen parameters are left out.
 TEST_P(LinearInputs, MayComeInPieces) {
   const Tensors params{parameter(torch::randn({4, 3})), parameter(torch::randn({4}))};
