@@ -16,7 +16,7 @@ void OperatorProcess::multiply(const LinearOperator& A, const at::Tensor& X) {
   check_product(X, product);
   check_unchanged(X, version);
   TORCH_CHECK_VALUE(!torchium::detail::is_differentiated(product), "The operator's product ",
-                    torchium::detail::has_tangent(product) ? "has a tangent" : "requires grad",
+                    torchium::detail::has_any_tangent(product) ? "has a tangent" : "requires grad",
                     ", but eigenpairs and estimates are not differentiable. Use torch.no_grad(), "
                     "or detach the tensors that the operator is made of.");
   TORCH_CHECK_VALUE(!torchium::detail::is_batched(product),

@@ -8,6 +8,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/krylov/row_block_product.h"
+#include "support/derivatives.h"
 #include "support/device_code.h"
 
 #include <c10/cuda/CUDAException.h>
@@ -22,11 +23,16 @@ namespace {
 bool has_kernel(const at::Tensor& A, const at::Tensor& X) {
   const bool has_derivative =
       c10::GradMode::is_enabled() && (A.requires_grad() || X.requires_grad());
+  // Those of torch.func have no memory of their own.
+  const auto is_wrapper = [](const at::Tensor& tensor) {
+    return torchium::detail::levels_of(tensor).size() > 1;
+  };
   return A.is_cuda() && A.layout() == at::kStrided && !has_derivative && X.device() == A.device() &&
          X.scalar_type() == A.scalar_type() && X.size(1) >= 2 &&
          X.size(1) <= cuda_kernels::kMostBlockRows && A.numel() > 0 && A.is_contiguous() &&
          X.mT().is_contiguous() && !A.is_neg() && !X.is_neg() &&
-         (A.scalar_type() == at::kFloat || A.scalar_type() == at::kDouble);
+         (A.scalar_type() == at::kFloat || A.scalar_type() == at::kDouble) && !is_wrapper(A) &&
+         !is_wrapper(X);
 }
 
 at::Tensor product_by_kernel(const at::Tensor& A, const at::Tensor& X) {

@@ -22,12 +22,12 @@ void check_no_gradient(const LinearOperator& A, const char* function, const at::
     return;
   }
   TORCH_CHECK_VALUE(
-      !X.requires_grad(), A.node().kind, ".", function,
+      !torchium::detail::requires_grad(X), A.node().kind, ".", function,
       ": X requires grad, but iterative methods are not differentiable, except for cg "
       "and gmres. Use torch.no_grad(), or X.detach().");
   const at::Tensor image = A.matmul(at::zeros({A.size(), 1}, A.options()));
   TORCH_CHECK_VALUE(
-      !image.requires_grad(), A.node().kind, ".", function,
+      !torchium::detail::requires_grad(image), A.node().kind, ".", function,
       ": the operator is made of tensors that require grad, but iterative methods are not "
       "differentiable, except for cg and gmres. Use torch.no_grad(), or detach them.");
 }
@@ -152,7 +152,7 @@ at::Tensor KrylovFunction::image_of(const at::Tensor& B) const {
     }
   }
   const at::Tensor image = space.combine(y * space.lengths());
-  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(image), A_.node().kind, ".", f_.name,
+  TORCH_CHECK_VALUE(!torchium::detail::has_any_tangent(image), A_.node().kind, ".", f_.name,
                     ": X or a tensor that the operator is made of has a tangent, but iterative "
                     "methods are not differentiable. Detach it.");
   return image;

@@ -78,7 +78,7 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
                     function, ": B is ", B.scalar_type(), " on ", B.device(), ", A is ",
                     at::typeMetaToScalarType(A.options().dtype()), " on ", A.options().device(),
                     "; they must be equal.");
-  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(B), function,
+  TORCH_CHECK_VALUE(!torchium::detail::has_any_tangent(B), function,
                     ": B has a tangent, but the method has no derivative in forward mode. Use "
                     "B.detach().");
   TORCH_CHECK_VALUE(!torchium::detail::is_batched(B), function,
@@ -104,11 +104,21 @@ LinearSystem::LinearSystem(const char* function, const LinearOperator& A, const 
 at::Tensor LinearSystem::residual(const at::Tensor& X, bool has_grad_mode) {
   const at::AutoGradMode grad_mode(has_grad_mode);
   const at::Tensor R = B_ - A_.matmul(X);
-  TORCH_CHECK_VALUE(!torchium::detail::has_tangent(R), function_,
+  TORCH_CHECK_VALUE(!torchium::detail::has_any_tangent(R), function_,
                     ": A is made of tensors with tangents, but the method has no derivative in "
                     "forward mode. Detach them.");
-  A_has_derivative_ = R.requires_grad();
+  A_has_derivative_ = torchium::detail::requires_grad(R);
   return R.detach();
+}
+
+// Calls `hook` with the gradients of a tensor, at each level where it has a graph.
+template <typename Hook>
+void add_hook(const at::Tensor& tensor, const Hook& hook) {
+  for (const at::Tensor& level : torchium::detail::levels_of(tensor)) {
+    if (level.requires_grad()) {
+      level.register_hook(hook);
+    }
+  }
 }
 
 // X = X_0 + A^-1 (B - A X_0) has the first derivatives of A and B, and at X_0 the value X_0.
@@ -119,10 +129,10 @@ at::Tensor LinearSystem::with_derivative(const at::Tensor& X, const Solve& solve
   }
   const at::Tensor residual = given_ - A_.matmul(X);
   const at::Tensor zero = residual - residual.detach();
-  zero.register_hook([=, function = function_, once = A_has_derivative_](const at::Tensor& G) {
+  add_hook(zero, [=, function = function_, once = A_has_derivative_](const at::Tensor& G) {
     const at::Tensor gradient = G.defined() ? solve_transposed(G) : G;
-    if (once && gradient.defined() && gradient.requires_grad()) {  // X_0 counts as constant
-      gradient.register_hook([=](const at::Tensor&) -> at::Tensor {
+    if (once && gradient.defined()) {  // X_0 counts as constant
+      add_hook(gradient, [=](const at::Tensor&) -> at::Tensor {
         TORCH_CHECK(false, function,
                     " can be differentiated once only if A requires grad. For second "
                     "derivatives use torch.linalg.solve.");
@@ -158,6 +168,9 @@ SolveResult LinearSystem::solve(bool longer_may_be_better, const Correct& correc
     if (!is_better.all().item<bool>()) {
       R = at::where(is_better, R, B_ - A_.matmul(X));
     }
+  }
+  if (iterations_ == 0 && B_.numel() > 0) {  // zeros have shown nothing of A
+    residual(X, has_grad_mode);
   }
   const at::Tensor finite = columns_.finite.flatten(), exponents = columns_.exponent.flatten();
   converged = converged.logical_and(finite);

@@ -201,6 +201,15 @@ def test_eigenpairs_and_estimates_refuse_gradients(function):
     A = definite(8)
     with pytest.raises(ValueError, match=r"requires grad.*torch\.no_grad"):
         torch.func.grad(lambda A: function(A)[0].real.sum())(A)
+    x = torch.ones((), dtype=A.dtype)
+
+    def inner(A):  # differentiated by x alone
+        return torch.func.grad(lambda x: x * function(A)[0].real.sum())(x)
+
+    with pytest.raises(ValueError, match=r"requires grad.*torch\.no_grad"):
+        torch.func.grad(inner)(A)
+    with pytest.raises(ValueError, match="has a tangent"):
+        torch.func.jvp(inner, (A,), (A,))
     A.requires_grad_()
     with pytest.raises(ValueError, match=r"requires grad.*torch\.no_grad"):
         function(A)
@@ -272,10 +281,56 @@ def test_solutions_are_differentiable(solver, operator, columns):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+def test_solutions_are_differentiable_within_transforms(solver):
+    """Each transform of torch.func around another one has a graph of its own."""
+    A, B, v = definite(5), randn(5), randn(5)
+    grad = torch.func.grad
+
+    def outer_derivatives(solve):
+        def loss(B):
+            return solve(A, B).square().sum()
+
+        def product(A, B):  # differentiated by x alone
+            return grad(lambda x: (x * solve(A, B)).sum())(v).sum()
+
+        yield grad(lambda B: grad(loss)(B) @ v)(B)
+        yield grad(product)(A, B)
+        yield grad(product, argnums=1)(A, B)
+        C, D = A.clone().requires_grad_(), B.clone().requires_grad_()
+        yield from torch.autograd.grad(product(C, D), (C, D))
+        yield from torch.autograd.grad(grad(loss)(D) @ v, D)
+
+    found = outer_derivatives(lambda A, B: solver(A, B, tol=1e-14).solution)
+    for a, b in zip(found, outer_derivatives(torch.linalg.solve), strict=True):
+        assert torch.allclose(a, b)
+
+    def of_matrix(A):
+        return solver(A, B).solution.square().sum()
+
+    with pytest.raises(RuntimeError, match="differentiated once only if A requires grad"):
+        grad(lambda A: grad(of_matrix)(A).sum())(A)
+    for f, x in [(of_matrix, A), (lambda B: solver(A, B).solution.square().sum(), B)]:
+        with pytest.raises(ValueError, match="tangent"):
+            torch.func.jvp(grad(f), (x,), (x,))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_derivatives_at_zero(solver):
+    A, B = definite(5).requires_grad_(), torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(torch.autograd.grad(solver(A, B.detach()).solution.sum(), A)[0], A * 0)
+    slopes = torch.autograd.grad(solver(A, B).solution.sum(), (A, B), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once only if A requires grad"):
+        sum(slope.sum() for slope in slopes).backward()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_refuse_vmap(solver):
     A, B = definite(5), randn(2, 5)
     with pytest.raises(ValueError, match=r"B is batched by torch\.vmap; pass all vectors"):
         torch.vmap(lambda b: solver(A, b).solution)(B)
+    b = B[0].clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"B is batched by torch\.vmap; pass all vectors"):
+        torch.autograd.grad(solver(A, b).solution, b, torch.eye(5).double(), is_grads_batched=True)
     with pytest.raises(ValueError, match=r"A is batched by torch\.vmap; solve with one matrix"):
         torch.vmap(
             lambda d: (
