@@ -46,9 +46,8 @@ bool has_any_tangent(const at::Tensor& tensor) {
 bool is_batched(const at::Tensor& tensor) {
   const c10::DispatchKeySet keys{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched};
   const auto levels = levels_of(tensor);
-  return std::any_of(levels.begin(), levels.end(), [&](const at::Tensor& level) {
-    return level.key_set().has_any(keys);
-  });
+  return std::any_of(levels.begin(), levels.end(),
+                     [&](const at::Tensor& level) { return level.key_set().has_any(keys); });
 }
 
 bool is_differentiated(const at::Tensor& tensor) {

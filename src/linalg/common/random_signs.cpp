@@ -1,11 +1,11 @@
 #include "linalg/common/random_signs.h"
 
 #include "cuda_kernels/common/philox.h"
+#include "support/no_transforms.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/common/random_signs.h"
@@ -60,11 +60,7 @@ void random_signs_(const at::Tensor& rows, uint64_t seed, uint64_t first_stream)
 
 at::Tensor random_signs(int64_t n, int64_t columns, uint64_t seed, uint64_t first_stream,
                         const at::TensorOptions& options) {
-  // Under torch.func a tensor with memory, not one of its wrappers.
-  const c10::impl::ExcludeDispatchKeyGuard no_transforms(
-      c10::functorch_transforms_ks |
-      c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                           c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+  const torchium::detail::NoTransforms no_transforms;
   const at::Tensor rows = at::empty({columns, n}, options);
   random_signs_(rows, seed, first_stream);
   return rows.mT();

@@ -4,6 +4,7 @@
 #include "linalg/common/precision.h"
 #include "linalg/common/random_signs.h"
 #include "linalg/matrix_functions/matrix_functions.h"
+#include "support/no_transforms.h"
 
 #include <ATen/ATen.h>
 
@@ -27,6 +28,7 @@ LogdetProcess::LogdetProcess(int64_t n, const LogdetOptions& options,
 }
 
 void LogdetProcess::begin_block() {
+  const torchium::detail::NoTransforms no_transforms;
   columns_ = std::min(options_.block_size, options_.num_samples - first_);
   step_ = 0;
   const int64_t steps = options_.num_steps;

@@ -3,7 +3,9 @@
 #include "linalg/common/operator_checks.h"
 #include "linalg/common/precision.h"
 #include "linalg/common/random_signs.h"
+#include "support/derivatives.h"
 #include "support/no_autocast.h"
+#include "support/no_transforms.h"
 #include "support/warn.h"
 
 #include <ATen/ATen.h>
@@ -97,6 +99,7 @@ KrylovProcess::KrylovProcess(bool symmetric, int64_t n, std::optional<int64_t> k
   const int64_t capacity = basis_size(method_name(symmetric), k_, block_, options_);
   const torchium::detail::NoAutocast no_autocast;
   const at::Tensor first = start();
+  const torchium::detail::NoTransforms no_transforms;
   // A small operator is formed: its Krylov space may be the whole space.
   if (n > capacity + block_) {
     space_ = std::make_unique<KrylovSpace>(first, capacity, options_.seed);
@@ -117,7 +120,7 @@ at::Tensor KrylovProcess::start() const {
                     "], of the operator's dtype and device.");
   TORCH_CHECK_VALUE(at::isfinite(start).all().item<bool>(), method_name(symmetric_),
                     ": start is not finite.");
-  return start;
+  return torchium::detail::levels_of(start).back();
 }
 
 at::Tensor KrylovProcess::next_operand() {

@@ -3,6 +3,7 @@
 #include "linalg/common/operator_checks.h"
 #include "support/derivatives.h"
 #include "support/no_autocast.h"
+#include "support/no_transforms.h"
 #include "support/phase.h"
 #include "support/tensor_version.h"
 
@@ -23,8 +24,9 @@ void OperatorProcess::multiply(const LinearOperator& A, const at::Tensor& X) {
                     "The operator's product is batched by torch.vmap, but eigenpairs and estimates "
                     "take one matrix. Call them for one matrix after the other.");
   const c10::NoGradGuard no_grad;
+  const torchium::detail::NoTransforms no_transforms;
   products_ += X.size(1);
-  use(X, product.detach());
+  use(X, torchium::detail::levels_of(product).back().detach());
 }
 
 std::vector<at::Tensor> OperatorProcess::run(const LinearOperator& A) {
@@ -33,11 +35,13 @@ std::vector<at::Tensor> OperatorProcess::run(const LinearOperator& A) {
   const LinearOperator matrix = prepared(A);
   const auto next = [&] {
     const c10::NoGradGuard no_grad;
+    const torchium::detail::NoTransforms no_transforms;
     return next_operand();
   };
   for (at::Tensor X = next(); X.defined(); X = next()) {
     multiply(matrix, X);
   }
+  const torchium::detail::NoTransforms no_transforms;
   return make_result();
 }
 

@@ -16,8 +16,8 @@ class OperatorProcess {
   explicit OperatorProcess(const char* phase) : phase_(phase) {}
   virtual ~OperatorProcess() = default;
 
-  // Runs to the end with A. c10::ValueError: a product of another shape, dtype or device, or one
-  // that changes its operand.
+  // Runs to the end with A; all but the products outside of transforms. c10::ValueError: a product
+  // of another shape, dtype or device, or one that changes its operand.
   std::vector<at::Tensor> run(const LinearOperator& A);
 
   int64_t products() const { return products_; }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import torchium
@@ -203,14 +205,29 @@ def test_estimates_change_no_random_state(estimate):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("estimate", ESTIMATES[:-1])
+@pytest.mark.parametrize("estimate", [*ESTIMATES, "slogdet", "lanczos"])
 def test_a_function_that_is_transformed_may_estimate(estimate):
     A = positive()
+    if estimate == "slogdet":
+        estimate = slogdet_by_samples
+    elif estimate == "lanczos":
+        estimate = eigenvalues_from_a_vector
     expected = estimate(A).value
     slope = torch.func.grad(lambda x: (x * estimate(A).value).sum())(torch.ones((), dtype=A.dtype))
     assert torch.allclose(slope, expected.sum())
     rows = torch.func.vmap(lambda x: x * estimate(A).value)(torch.ones(2, dtype=A.dtype))
     assert torch.allclose(rows, expected.expand_as(rows))
+
+
+def slogdet_by_samples(A):
+    products = linalg.LinearOperator(len(A), lambda X: A @ X, dtype=A.dtype)
+    value = products.assume("positive_definite").slogdet(num_samples=5)[1]
+    return types.SimpleNamespace(value=value)
+
+
+def eigenvalues_from_a_vector(A):
+    start = A[:, 0] + torch.zeros(len(A), dtype=A.dtype)  # of the transform
+    return types.SimpleNamespace(value=linalg.lanczos(A, 2, start=start).eigenvalues)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 49, 51])
