@@ -52,28 +52,53 @@ def group_of(groups: list[dict[str, Any]]) -> ProcessGroup | None:
     )
 
 
+class _Shard:
+    """A DTensor parameter, and the alias of its local tensor."""
+
+    __slots__ = ("address", "alias", "local", "param", "placements")
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+        self.placements = param.placements
+        self.local: Any = None  # as it was last seen, if it is a plain tensor
+        self.address = 0
+        self.alias = local_tensor(param).detach()
+
+    def follow(self) -> None:
+        """The alias becomes one of what the parameter holds now."""
+        local = local_tensor(self.param)
+        self.local = local if local is self.param._local_tensor else None
+        self.address = local.data_ptr()
+        if self.alias.data_ptr() != local.data_ptr() or self.alias.shape != local.shape:
+            self.alias.data = local
+        if self.alias.requires_grad != self.param.requires_grad:
+            self.alias.requires_grad_(self.param.requires_grad)
+
+    def take_other_gradient(self, grad: Any) -> Tensor:
+        """The local tensor of one that does not share the placements of its parameter."""
+        if is_dtensor(grad) and grad.placements != self.placements:
+            grad = self.param.grad = grad.redistribute(self.param.device_mesh, self.placements)
+        return local_tensor(grad)
+
+
 class Shards:
     """The local tensors of DTensor parameters."""
 
     def __init__(self) -> None:
-        self._aliases: dict[Tensor, Tensor] = {}
-        self._params: dict[Tensor, Tensor] = {}  # the reverse
+        self._shards: dict[Tensor, _Shard] = {}  # by their parameters
+        self._params: dict[Tensor, Tensor] = {}  # by their aliases
         self._numbers: dict[Tensor, Numbers] = {}
 
     def of(self, param: Tensor) -> Tensor:
         """What the plans take for the parameter: itself, or the alias of its local tensor."""
-        alias = self._aliases.get(param)
-        if alias is None and not is_dtensor(param):
-            return param
-        local = local_tensor(param)
-        if alias is None:
-            alias = self._aliases[param] = local.detach()
-            self._params[alias] = param
-        elif alias.data_ptr() != local.data_ptr() or alias.shape != local.shape:
-            alias.data = local
-        if alias.requires_grad != param.requires_grad:
-            alias.requires_grad_(param.requires_grad)
-        return alias
+        shard = self._shards.get(param)
+        if shard is None:
+            if not is_dtensor(param):
+                return param
+            shard = self._shards[param] = _Shard(param)
+            self._params[shard.alias] = param
+        shard.follow()
+        return shard.alias
 
     def param_of(self, tensor: Tensor | None) -> Tensor | None:
         """The reverse of :meth:`of`."""
@@ -85,23 +110,27 @@ class Shards:
             self._numbers[param] = _numbers(param, group, name)
         return self._numbers[param]
 
+    # Both run in every step for all parameters: no call per parameter that is not needed.
     def take_gradients(self) -> None:
         """Gives the aliases the gradients of their parameters."""
-        param: Any
-        for param in self._aliases:
-            grad = param.grad
+        for shard in self._shards.values():
+            param = shard.param
+            grad, local = param.grad, param._local_tensor
+            spec = getattr(grad, "_spec", None)  # a plain gradient has none
+            if local is not shard.local or local.data_ptr() != shard.address:
+                shard.follow()
             if grad is None:
-                self.of(param).grad = None
-                continue
-            if is_dtensor(grad) and grad.placements != param.placements:
-                grad = param.grad = grad.redistribute(param.device_mesh, param.placements)
-            self.of(param).grad = local_tensor(grad)
+                shard.alias.grad = None
+            elif spec and spec.placements is shard.placements and type(grad._local_tensor) is Tensor:
+                shard.alias.grad = grad._local_tensor
+            else:
+                shard.alias.grad = shard.take_other_gradient(grad)
 
     def end_step(self) -> None:
         """Drops the gradients, which ``zero_grad()`` frees, and marks the parameters as changed for autograd."""
-        for alias in self._aliases.values():
+        for alias in self._params:
             alias.grad = None
-        torch.autograd.graph.increment_version(self._aliases)
+        torch.autograd.graph.increment_version(self._shards)
 
 
 def _numbers(param: Any, group: ProcessGroup, name: str) -> Numbers:

@@ -107,6 +107,28 @@ def columns_of_elements_are_blocks_of_one_element(ranks: int) -> None:
     assert_same(values(optimizer, params), alone([(6, 5)], **options))
 
 
+@case(2)
+def gradients_of_other_placements_are_brought_to_those_of_the_parameters(ranks: int) -> None:
+    """In turn with those of the parameters, also after a local tensor was replaced in place."""
+    shapes = [(20, 6), (7, 5)]
+    params = shards(parameters(shapes=shapes), line(ranks), [Shard(0)])
+    optimizer = shampoo(params, dist.group.WORLD)
+    for step, placement in enumerate((Shard(0), Replicate(), Shard(1), Shard(0))):
+        set_gradients(params, step)
+        for p in params:
+            p.grad = p.grad.redistribute(p.device_mesh, [placement])
+        if step == 2:
+            params[0]._local_tensor = params[0]._local_tensor.clone()
+            params[1]._local_tensor.data = params[1]._local_tensor.data.clone()
+        optimizer.step()
+        assert all(list(p.grad.placements) == [Shard(0)] for p in params)
+    train(optimizer, params, range(4, 5))
+    same = parameters(shapes=shapes)
+    reference = shampoo(same)
+    train(reference, same, range(5))
+    assert_same(values(optimizer, params), values(reference, same))
+
+
 def alone(shapes: list[tuple[int, ...]], **options: Any) -> dict[str, Tensor]:
     """What one process computes."""
     params = parameters(shapes=shapes)
