@@ -1,6 +1,6 @@
 """Checks that includes point one way: a layer includes itself and the layers before it.
 
-support <- distributed <- cuda_kernels <- linalg <- gradients <- optim <- ops <- torchium_cpp (C++)
+support <- cuda_kernels <- distributed <- linalg <- gradients <- optim <- ops <- torchium_cpp (C++)
 torchium_cpp <- torchium (Python)
 
 Inside a layer folders have an order too (FOLDERS), each a place in it; those of one row do not include each other.
@@ -15,8 +15,8 @@ from pathlib import Path
 
 LAYERS = [
     "support",
-    "distributed",
     "cuda_kernels",
+    "distributed",
     "linalg",
     "gradients",
     "optim",

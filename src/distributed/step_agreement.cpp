@@ -7,29 +7,15 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <limits>
 #include <sstream>
 #include <utility>
 
 namespace torchium::distributed {
 namespace {
 
-constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-
-// What the ranks exchange; after a value with which all must agree comes its negative.
-enum Slot : size_t {
-  kError,
-  kFailure,
-  kFoundInf,
-  kRenews,
-  kSetup,
-  kMask = kSetup + 2,
-  kLayers = kMask + 2,
-  kGroupCount = kLayers + 2,
-  kCounts = kGroupCount + 2,  // this and the next may differ
-  kNewMemory = kCounts + 2,
-  kGroups = kNewMemory + 2,  // two values of each
-};
+using cuda_kernels::MessageSlot;
+using enum MessageSlot;
+using cuda_kernels::kMost;
 
 // Positive, so that its negative is a number too.
 int64_t short_hash(uint64_t hash) { return static_cast<int64_t>(hash >> 2); }
@@ -164,7 +150,7 @@ namespace {
 // and is all that a rank may know: it gives no groups.
 std::vector<int64_t> message_of(const StepFindings& own, const Communicator& ranks) {
   std::vector<int64_t> values(kGroups, 0);
-  const auto add_both = [&](Slot slot, int64_t value) {
+  const auto add_both = [&](MessageSlot slot, int64_t value) {
     values[slot] = own.has_error ? 0 : value;
     values[slot + 1] = own.has_error ? -kMost : -value;
   };
@@ -201,7 +187,7 @@ OnRanks on_ranks(int64_t most, int64_t least) {
 // Throws unless all ranks can take or skip the step together.
 StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings& own,
                          const Communicator& ranks, const std::vector<std::string>& names) {
-  const auto differs = [&](Slot slot) { return values[slot] != -values[slot + 1]; };
+  const auto differs = [&](MessageSlot slot) { return values[slot] != -values[slot + 1]; };
   if (values[kError] != 0) {
     TORCH_CHECK(own.has_error, "rank ", values[kError] - 1,
                 " of the process group raised an error in ", own.call,
@@ -234,37 +220,6 @@ StepFindings findings_in(const std::vector<int64_t>& values, const StepFindings&
   return all;
 }
 
-// The slots of the first unfit parameter of each group.
-at::Tensor unfit_slots(const at::Tensor& message, size_t groups) {
-  const auto count = static_cast<int64_t>(groups);
-  return message.narrow(0, kGroups, 2 * count).view({count, 2}).select(1, 0);
-}
-
-void add_findings(at::Tensor& message, const DeviceFindings& on_device, size_t groups) {
-  if (on_device.found_inf.defined()) {
-    message.narrow(0, kFoundInf, 1).copy_(on_device.found_inf.view({1}).ne(0));
-  }
-  if (on_device.failure.defined()) {
-    message.narrow(0, kFailure, 1).copy_(on_device.failure.view({1}));
-  }
-  if (on_device.unfit.defined()) {  // kMost - unfit, but 0 for -1
-    unfit_slots(message, groups).copy_((kMost - on_device.unfit).bitwise_and_(kMost));
-  }
-}
-
-// [groups] float64: 1 where findings_in() throws, the step before has failed, or the step of a
-// group is skipped.
-at::Tensor skipped_groups(const at::Tensor& message, size_t groups) {
-  const at::Tensor differences =
-      message.narrow(0, kSetup, kCounts - kSetup).view({-1, 2}).sum(1).ne(0).any();
-  const at::Tensor all = message.narrow(0, kError, kFoundInf + 1).ne(0).any();
-  return unfit_slots(message, groups)
-      .ne(0)
-      .logical_or_(all)
-      .logical_or_(differences)
-      .to(at::kDouble);
-}
-
 }  // namespace
 
 StepFindings agree(const StepFindings& own, const Communicator& ranks,
@@ -275,20 +230,11 @@ StepFindings agree(const StepFindings& own, const Communicator& ranks,
   return agreement.settle(names);
 }
 
-at::Tensor HostMessage::on(c10::Device device, const std::vector<int64_t>& values) {
-  if (values != values_ || !on_device_.defined() || on_device_.device() != device) {
-    TORCH_CHECK(!torchium::detail::is_capturing(device),
-                "step() cannot be captured yet: parameters, options or their state have changed "
-                "since the step before; run more steps before the capture");
-    const at::Tensor pinned = at::tensor(values, at::kLong).pin_memory();
-    if (on_device_.defined() && on_device_.device() == device) {
-      on_device_.copy_(pinned, /*non_blocking=*/true);  // graphs may read this memory
-    } else {
-      on_device_ = pinned.to(device, /*non_blocking=*/true);
-    }
-    values_ = values;
-  }
-  return on_device_.clone();
+void HostMessage::check_and_keep(const std::vector<int64_t>& values, c10::Device device) {
+  TORCH_CHECK(values == values_ || !torchium::detail::is_capturing(device),
+              "step() cannot be captured yet: parameters, options or their state have changed "
+              "since the step before; run more steps before the capture");
+  values_ = values;
 }
 
 PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_device,
@@ -299,8 +245,8 @@ PendingAgreement::PendingAgreement(StepFindings own, const DeviceFindings& on_de
                           !on_device.failure.defined());
     return;
   }
-  message_ = host.on(device, values_);
-  add_findings(message_, on_device, own_.groups.size());
+  host.check_and_keep(values_, device);
+  message_ = packed_message(values_, on_device, own_.groups.size(), device);
 }
 
 void PendingAgreement::begin() {
@@ -337,17 +283,13 @@ StepFindings PendingAgreement::settle(const std::vector<std::string>& names) con
   return findings_in(numbers_in(held_.is_set() ? message_.cpu() : on_host_), own_, ranks_, names);
 }
 
-// Infinities that a GradScaler has found leave the count as it is.
 void PendingAgreement::keep(DeviceAnswer& answer) const {
-  const at::Tensor unfit = unfit_slots(message_, kMostSharedGroups).ne(0);
   if (!answer.message.defined() || answer.message.device() != message_.device()) {
     answer.message = at::empty_like(message_);
-    answer.skips = at::zeros_like(unfit, at::kLong);
+    answer.skips = at::zeros({cuda_kernels::kMostMessageGroups}, message_.options());
   }
   answer.own = own_;
-  answer.message.copy_(message_);
-  const at::Tensor counted = (answer.skips + 1) * unfit;
-  answer.skips.copy_(at::where(message_[kFoundInf].ne(0), answer.skips, counted));
+  keep_message(message_, answer.message, answer.skips);
 }
 
 OnRanks PendingAgreement::new_memory() const {

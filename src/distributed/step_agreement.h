@@ -1,8 +1,10 @@
 // What all ranks agree on before a step: whether it is taken, and why not. One small all-reduce.
 #pragma once
 
+#include "cuda_kernels/optimizer_step/message_slots.h"
 #include "distributed/communicator.h"
 #include "distributed/held_error.h"
+#include "distributed/step_message.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -16,7 +18,7 @@
 namespace torchium::distributed {
 
 // The groups of an optimizer, so that what ranks exchange has the same length on all of them.
-constexpr size_t kMostSharedGroups = 128;
+constexpr size_t kMostSharedGroups = cuda_kernels::kMostMessageGroups;
 
 // Of one parameter group. Positions are those of its parameters; -1: none.
 struct GroupFindings {
@@ -45,14 +47,6 @@ struct StepFindings {
   OnRanks new_memory = OnRanks::kNone;
   int64_t failure = 0;  // see failure_of_rank(); of the step before
   std::vector<GroupFindings> groups;
-};
-
-// Findings that are on a device, where the host cannot read them without a wait. Undefined: those
-// of the host count.
-struct DeviceFindings {
-  at::Tensor found_inf;  // one number; not 0: skip the step
-  at::Tensor unfit;      // [groups] int64, see GroupFindings
-  at::Tensor failure;    // one int64
 };
 
 // The number of a rank that raised an error in a step after the ranks had agreed on it, while it
@@ -84,15 +78,14 @@ struct DeviceAnswer {
 StepFindings settle_later(const DeviceAnswer& answer, const Communicator& ranks,
                           const std::vector<std::string>& names);
 
-// The host's part of a message on its way to a device, which most steps have in common: a CUDA
-// graph can capture those that have that of the step before.
+// The host's part of the messages of an optimizer. A CUDA graph repeats that which it was captured
+// with: only one that the step before has sent too.
 class HostMessage {
  public:
-  at::Tensor on(c10::Device device, const std::vector<int64_t>& values);
+  void check_and_keep(const std::vector<int64_t>& values, c10::Device device);
 
  private:
   std::vector<int64_t> values_;
-  at::Tensor on_device_;
 };
 
 // The same on a device, without a wait: all ranks launch work that has no effect if the step is
@@ -106,8 +99,7 @@ class PendingAgreement {
 
   // All ranks must call it. An error on this rank alone is held, for skipped().
   void begin();
-  // [groups] float64 on the device: 0 where the step of a group is taken, else 1. Undefined on a
-  // CPU.
+  // skipped_groups(); undefined on a CPU.
   const at::Tensor& skipped() const;
   // Waits for the device. Returns and throws what agree() does. All ranks must call it.
   StepFindings settle(const std::vector<std::string>& names) const;

@@ -102,6 +102,22 @@ def test_updates_are_gathered_where_no_memory_is_read(tmp_path):
         group.stop()
 
 
+@pytest.mark.cuda
+@pytest.mark.xdist_group("1 rank, cuda")
+def test_one_gpu_steps_as_a_group(tmp_path):
+    group = Ranks(1, tmp_path, "cuda")
+    try:
+        for name in (
+            "equals_one_process",
+            "shards_equal_one_process",
+            "skipped_steps_keep_the_schedule_of_roots",
+            "captured_steps_equal_launched_ones",
+        ):
+            group.check(shampoo_on_gpus.__name__, name)
+    finally:
+        group.stop()
+
+
 @pytest.mark.xdist_group("2 ranks, cpu")
 def test_a_new_group_follows_a_failure(groups):
     group, module = groups["cpu", 2], runner_cases.__name__

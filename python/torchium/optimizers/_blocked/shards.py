@@ -121,7 +121,9 @@ class Shards:
                 shard.follow()
             if grad is None:
                 shard.alias.grad = None
-            elif spec and spec.placements is shard.placements and type(grad._local_tensor) is Tensor:
+            elif (
+                spec and spec.placements is shard.placements and type(grad._local_tensor) is Tensor
+            ):
                 shard.alias.grad = grad._local_tensor
             else:
                 shard.alias.grad = shard.take_other_gradient(grad)
