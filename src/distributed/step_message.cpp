@@ -19,7 +19,6 @@ namespace {
 
 using enum cuda_kernels::MessageSlot;
 using cuda_kernels::kMessageSize;
-using cuda_kernels::kMost;
 using cuda_kernels::kMostMessageGroups;
 
 // The slots of the first unfit parameter of each group.
@@ -35,8 +34,8 @@ void add_findings(at::Tensor& message, const DeviceFindings& on_device, size_t g
   if (on_device.failure.defined()) {
     message.narrow(0, kFailure, 1).copy_(on_device.failure.view({1}));
   }
-  if (on_device.unfit.defined()) {  // kMost - unfit, but 0 for -1
-    unfit_slots(message, groups).copy_((kMost - on_device.unfit).bitwise_and_(kMost));
+  if (on_device.unfit.defined()) {
+    unfit_slots(message, groups).copy_(on_device.unfit);
   }
 }
 
@@ -48,15 +47,12 @@ void pack_by_kernel(const std::vector<int64_t>& host, const DeviceFindings& on_d
   const at::Tensor found_inf = on_device.found_inf.defined()
                                    ? on_device.found_inf.to(message.options().dtype(at::kFloat))
                                    : at::Tensor();
-  const auto numbers_of = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.const_data_ptr<int64_t>() : nullptr;
-  };
+  const at::Tensor &failure = on_device.failure, &unfit = on_device.unfit;
   C10_CUDA_CHECK(cuda_kernels::pack_message(
       numbers,
       {.found_inf = found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr,
-       .failure = numbers_of(on_device.failure),
-       .unfit = numbers_of(on_device.unfit),
-       .unfit_stride = on_device.unfit.defined() ? on_device.unfit.stride(0) : 0,
+       .failure = failure.defined() ? failure.const_data_ptr<int64_t>() : nullptr,
+       .unfit = unfit.defined() ? unfit.const_data_ptr<int>() : nullptr,
        .groups = static_cast<int>(groups)},
       message.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream()));
 }

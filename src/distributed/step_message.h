@@ -17,7 +17,7 @@ namespace torchium::distributed {
 // of the host count.
 struct DeviceFindings {
   at::Tensor found_inf;  // one number; not 0: skip the step
-  at::Tensor unfit;      // [groups] int64, see GroupFindings
+  at::Tensor unfit;      // [groups] int32: kMost minus the first unfit parameter; 0: none
   at::Tensor failure;    // one int64
 };
 

@@ -1,3 +1,4 @@
+#include "cuda_kernels/optimizer_step/message_slots.h"
 #include "cuda_kernels/optimizer_step/step_control.h"
 #include "cuda_kernels/split_gemm/split_fp16.cuh"
 
@@ -22,8 +23,8 @@ __device__ Bits largest_of(const uint4& bytes, Bits magnitude) {
   return most;
 }
 
-template <typename Bits>
-__device__ Bits largest_of_tile(const ScanEntry& entry, const void* address, int64_t begin,
+template <typename Bits, typename Entry>
+__device__ Bits largest_of_tile(const Entry& entry, const void* address, int64_t begin,
                                 Bits magnitude) {
   constexpr int kPerVector = sizeof(uint4) / sizeof(Bits);
   const auto* data = static_cast<const Bits*>(address);
@@ -44,7 +45,8 @@ __device__ Bits largest_of_tile(const ScanEntry& entry, const void* address, int
 }
 
 // As a double, which holds the magnitudes of all types.
-__device__ double largest_magnitude(const ScanEntry& entry, const void* data, int64_t begin) {
+template <typename Entry>
+__device__ double largest_magnitude(const Entry& entry, const void* data, int64_t begin) {
   switch (entry.type) {
     case ElementType::kDouble:
       return __longlong_as_double(
@@ -69,10 +71,24 @@ __global__ void __launch_bounds__(kControlThreads)
     StepNumbers& its = numbers[parameter];
     its = {};
     its.gradient = gradients.entries[i].data;
+    if (const unsigned* largest = gradients.entries[i].largest) {
+      its.largest[static_cast<int>(ScanKind::kGradient)] = *largest;
+      its.is_examined = 1;
+    }
   }
   if (parameter > 0) return;
   *control = {};
   control->first_unfit = INT_MAX;
+}
+
+// Whether a step can work with this magnitude; false for NaN.
+__device__ bool fits_step(double most, const double* step, double limit) {
+  const double t = step == nullptr ? 1.0 : *step + 1.0;
+  return most * sqrt(t) <= limit;
+}
+
+__device__ unsigned recorded_bits(bool fits, double most) {
+  return __float_as_uint(fits ? fminf(static_cast<float>(most), FLT_MAX) : 0);
 }
 
 template <int bytes>
@@ -81,16 +97,27 @@ __global__ void __launch_bounds__(kElementThreads)
                 StepNumbers* numbers) {
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
+  if (entry.kind == ScanKind::kGradient && numbers[entry.index].is_examined) return;
   const void* data = entry.data == nullptr ? numbers[entry.index].gradient : entry.data;
   const double most = largest_magnitude(entry, data, (tile - entry.first_tile) * kScanTile);
-  const double t = entry.step == nullptr ? 1.0 : *entry.step + 1.0;
-  const bool fits = most * sqrt(t) <= entry.largest;  // false for NaN
-  const float recorded = fits ? fminf(static_cast<float>(most), FLT_MAX) : 0;
-  record_largest(__float_as_uint(recorded),
+  const bool fits = fits_step(most, entry.step, entry.largest);
+  record_largest(recorded_bits(fits, most),
                  &numbers[entry.index].largest[static_cast<int>(entry.kind)]);
   if (!fits && entry.kind != ScanKind::kAverage) {
     atomicMin(&control->first_unfit, entry.index);
   }
+}
+
+template <int bytes>
+__global__ void __launch_bounds__(kElementThreads)
+    examine_kernel(const __grid_constant__ Table<GivenEntry, bytes> entries, int* unfit,
+                   unsigned* largest) {
+  const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
+  const GivenEntry& entry = entry_of_tile(entries, tile);
+  const double most = largest_magnitude(entry, entry.data, (tile - entry.first_tile) * kScanTile);
+  const bool fits = fits_step(most, entry.step, entry.limit);
+  record_largest(recorded_bits(fits, most), &largest[entry.place]);
+  if (!fits) atomicMax(&unfit[entry.group], static_cast<int>(kMost) - entry.parameter);
 }
 
 __global__ void decide_step_kernel(StepRule rule, StepControl* control, const float* found_inf,
@@ -184,6 +211,13 @@ cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumb
                  cudaStream_t stream) {
   return launch_shortest(entries, [&](const auto& table) {
     scan_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, control, numbers);
+  });
+}
+
+cudaError_t examine(const Table<GivenEntry>& entries, int* unfit, unsigned* largest,
+                    cudaStream_t stream) {
+  return launch_shortest(entries, [&](const auto& table) {
+    examine_kernel<<<table.tiles(), kElementThreads, 0, stream>>>(table, unfit, largest);
   });
 }
 

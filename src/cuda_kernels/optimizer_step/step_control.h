@@ -28,7 +28,8 @@ struct StepNumbers {
   double started;        // 1 from start_preconditioning_step on, else 0
   // Of g and m as fp16 parts (split_fp16.h).
   float gradient_scale, average_scale;
-  unsigned largest[4];  // magnitudes of each ScanKind, as bits of floats; the last is padding
+  unsigned largest[3];   // magnitudes of each ScanKind, as bits of floats
+  unsigned is_examined;  // the gradient, before the step
   const void* gradient;
 };
 
@@ -61,6 +62,9 @@ struct StepEntry {
 // One tile each: entry i is of parameter first_tile + i.
 struct GradientEntry {
   const void* data;
+  // The largest magnitude in it, where the gradient was examined before the step; null: scan() is
+  // to find it.
+  const unsigned* largest;
 };
 
 // Sets `control` and the numbers of these parameters before their first use.
@@ -70,6 +74,24 @@ cudaError_t initialize_control(const Table<GradientEntry>& gradients, StepContro
 // Finds the first parameter that the step cannot work with, and the largest magnitudes of each.
 cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,
                  cudaStream_t stream);
+
+// A dense tensor that is examined before a step begins.
+struct GivenEntry {
+  static constexpr int64_t stride = 1;
+  const void* data;
+  int64_t elements;
+  int first_tile;
+  int place;  // in `largest`
+  int group, parameter;
+  ElementType type;
+  const double* step;  // see ScanEntry
+  double limit;
+};
+
+// unfit[group] becomes at least kMost (message_slots.h) minus a parameter with a tensor that does
+// not fit, and largest[place] the largest magnitude of one that fits. Both begin as zeros.
+cudaError_t examine(const Table<GivenEntry>& entries, int* unfit, unsigned* largest,
+                    cudaStream_t stream);
 
 // Decides whether the step is kept, counts it in `status` (step_rule.h) and fills the
 // rest of `control`. status: [kStatusSize]. found_inf: a GradScaler's, on the device; not 0: the

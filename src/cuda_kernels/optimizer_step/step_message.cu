@@ -18,8 +18,7 @@ __global__ void __launch_bounds__(kMessageThreads)
     value = *on_device.failure;
   } else if (i >= kGroups && (i - kGroups) % 2 == 0 && group < on_device.groups &&
              on_device.unfit != nullptr) {
-    const int64_t unfit = on_device.unfit[group * on_device.unfit_stride];
-    value = unfit < 0 ? 0 : kMost - unfit;
+    value = on_device.unfit[group];
   }
   message[i] = value;
 }

@@ -17,8 +17,7 @@ struct HostNumbers {
 struct DeviceNumbers {
   const float* found_inf;
   const int64_t* failure;
-  const int64_t* unfit;  // of the groups: the first unfit parameter; -1: none
-  int64_t unfit_stride;
+  const int* unfit;  // of the groups, as the message tells it
   int groups;
 };
 

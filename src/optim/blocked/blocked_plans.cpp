@@ -201,15 +201,17 @@ std::vector<BlockedPlan*> BlockedPlans::plans() const {
 
 void BlockedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   before_step();
-  step_groups([](size_t) { return true; }, lr, [&](size_t) { return found_inf; });
+  step_groups([](size_t) { return true; }, lr, [&](size_t) { return found_inf; },
+              [](size_t) { return KnownMagnitudes(); });
 }
 
 void BlockedPlans::step_groups(const std::function<bool(size_t group)>& includes,
                                const LearningRates& lr,
-                               const std::function<at::Tensor(size_t group)>& found_inf) {
+                               const std::function<at::Tensor(size_t group)>& found_inf,
+                               const std::function<KnownMagnitudes(size_t group)>& known) {
   for (const GroupPlan& each : plans_) {
     if (includes(each.group)) {
-      each.plan->step(lr(each.group, *each.plan), found_inf(each.group));
+      each.plan->step(lr(each.group, *each.plan), found_inf(each.group), known(each.group));
     }
   }
 }

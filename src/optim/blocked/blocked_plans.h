@@ -66,9 +66,10 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
   virtual void step(const LearningRates& lr, const at::Tensor& found_inf);
-  // The steps of some groups, each with its own `found_inf`.
+  // The steps of some groups, each with its own `found_inf` and what is known of its gradients.
   void step_groups(const std::function<bool(size_t group)>& includes, const LearningRates& lr,
-                   const std::function<at::Tensor(size_t group)>& found_inf);
+                   const std::function<at::Tensor(size_t group)>& found_inf,
+                   const std::function<KnownMagnitudes(size_t group)>& known);
   // The number by which the loss of the next step was multiplied, for plans that differentiate its
   // gradients; undefined: 1.
   void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }

@@ -132,7 +132,8 @@ void StepPlan::choose(std::vector<size_t> active) {
   active_params_ = std::make_shared<const std::vector<at::Tensor>>(std::move(params));
 }
 
-void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
+void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf,
+                    const KnownMagnitudes& known) {
   if (active_.empty()) {
     return;
   }
@@ -149,7 +150,8 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
     host_steps_[i] = -1;
   }
   run(lr, host_steps,
-      found_inf.defined() ? found_inf.to(device_, /*non_blocking=*/!device_.is_cpu()) : found_inf);
+      found_inf.defined() ? found_inf.to(device_, /*non_blocking=*/!device_.is_cpu()) : found_inf,
+      known);
   for (size_t k = 0; k < host_steps.size(); ++k) {  // replays do not count on the host
     host_steps_[active_[k]] = host_steps[k] + 1;
   }
@@ -160,13 +162,19 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf) {
   report();
 }
 
-void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) {
+void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
+                   const KnownMagnitudes& known) {
   const auto end = c10::make_scope_exit([&] { planned_->end(); });
   std::vector<at::Tensor> grads;
   grads.reserve(active_.size());
   for (const size_t i : active_) {
     grads.push_back(gradient_of(bound_[i].param.tensor()));
   }
+  KnownMagnitudes of_active;
+  for (size_t k = 0; !known.empty() && k < active_.size(); ++k) {
+    of_active.push_back(known[active_[k]]);
+  }
+  planned_->set_known(std::move(of_active));
   planned_->begin(std::move(grads));
   const auto key = graph_mode_ == GraphMode::kNever || !device_.is_cuda()
                        ? std::nullopt

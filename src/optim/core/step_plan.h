@@ -24,12 +24,18 @@ namespace torchium::optim::detail {
 // The gradient of the parameter, undefined if it has none.
 const at::Tensor& gradient_of(const at::Tensor& param);
 
+// The largest magnitudes in gradients that were examined before the step, on a GPU as the bits of
+// floats; null: the step examines the gradient. Empty: it does so with all.
+using KnownMagnitudes = std::vector<const unsigned*>;
+
 // The step of some parameters, with everything derived from them and their state.
 class PlannedStep {
  public:
   virtual ~PlannedStep() = default;
   // Takes the gradients, one per parameter, until end().
   virtual void begin(std::vector<at::Tensor> grads) { grads_ = std::move(grads); }
+  // Before begin(): of each parameter, see KnownMagnitudes.
+  virtual void set_known(KnownMagnitudes known) {}
   // `lr`: 0-dim, float64 on the CPU or on the parameters' device. `host_steps` are the steps each
   // parameter has taken, for the root schedule alone; empty: read from the state, which must then
   // lie on the CPU. `found_inf`: one number, not 0: skip the step; undefined: 0.
@@ -83,8 +89,9 @@ class StepPlan : public torch::CustomClassHolder {
   virtual bool prepare();
 
   // Runs the step planned by prepare(). `lr`, `found_inf`: see PlannedStep; `found_inf` on any
-  // device.
-  void step(const at::Tensor& lr, const at::Tensor& found_inf = {});
+  // device. `known`: of the parameters of bind().
+  void step(const at::Tensor& lr, const at::Tensor& found_inf = {},
+            const KnownMagnitudes& known = {});
 
   // Whether the host decides which roots are due, so that the caller cannot capture the step.
   virtual bool host_decides() const = 0;
@@ -144,7 +151,8 @@ class StepPlan : public torch::CustomClassHolder {
 
     bool is_unchanged() const;
   };
-  void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf);
+  void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
+           const KnownMagnitudes& known);
   // Replays run() as a graph. False: there is no graph.
   bool replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
               const at::Tensor& found_inf);

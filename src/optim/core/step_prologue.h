@@ -38,6 +38,8 @@ class StepPrologue {
                                             const std::vector<double>& weight_decays);
   virtual ~StepPrologue() = default;
 
+  // Before begin(): see KnownMagnitudes.
+  virtual void set_known(KnownMagnitudes) {}
   // Takes the gradients, one per parameter, until end(). Not part of a CUDA graph of the step.
   virtual void begin(at::TensorList grads) = 0;
   // Adds the properties of the gradients, other than addresses, that the launches depend on.
@@ -64,6 +66,7 @@ class StepPrologue {
 // A planned step with a prologue, which its constructor makes.
 class PrologueStep : public PlannedStep {
  public:
+  void set_known(KnownMagnitudes known) override { prologue_->set_known(std::move(known)); }
   void begin(std::vector<at::Tensor> grads) override {
     PlannedStep::begin(std::move(grads));
     prologue_->begin(grads_);

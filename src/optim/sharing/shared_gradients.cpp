@@ -3,6 +3,7 @@
 #include "optim/core/found_inf_guard.h"
 #include "optim/core/step_status.h"
 #include "optim/sharing/cuda/block_moves.h"
+#include "optim/sharing/cuda/gradient_scan.h"
 #include "optim/sharing/shared_plans.h"
 
 #include <ATen/ATen.h>
@@ -63,10 +64,12 @@ at::Tensor SharedPlans::values_of(const Sent& sent) const {
       .contiguous();
 }
 
-// Each rank examines the gradients that it gives, by the limits of their parameters. [groups]: the
-// first parameter whose gradient is not fit; -1: none.
-at::Tensor SharedPlans::unfit_parameters() const {
+// Each rank examines the gradients that it gives, by the limits of their parameters. On a GPU the
+// steps of blocks whose whole gradients these are need not do so again.
+void SharedPlans::examine_gradients(StepFindings& own, distributed::DeviceFindings& on_device) {
   std::vector<std::vector<Examined>> examined(options_.size());
+  std::vector<std::pair<OwnBlock*, size_t>> whole;  // and their places
+  size_t count = 0;
   for (const Sent& sent : sent_) {
     const Parameter& p = parameters_[sent.parameter];
     if (!p.is_active) {
@@ -78,18 +81,48 @@ at::Tensor SharedPlans::unfit_parameters() const {
     of_group.push_back({sent.values, p.index, limits.gradient, p.state.step});
     if (limits.has_parameter) {
       of_group.push_back({values_of(sent), p.index, limits.parameter, p.state.step});
+    } else if (sent.block != nullptr) {  // the penalty would be added
+      whole.emplace_back(sent.block, count);
     }
+    count += limits.has_parameter ? 2 : 1;
+  }
+  if (has_scan_kernels(device_)) {
+    GradientScan scan = scan_by_kernels(examined, device_);
+    on_device.unfit = std::move(scan.unfit);
+    magnitudes_ = std::move(scan.largest);
+    const auto* largest = reinterpret_cast<const unsigned*>(magnitudes_.const_data_ptr<int>());
+    for (const auto& [block, place] : whole) {
+      block->known = largest + place;
+    }
+    return;
   }
   const auto groups = static_cast<int64_t>(options_.size());
   at::Tensor status = at::zeros({groups, kStatusSize}, at::TensorOptions(device_).dtype(at::kLong));
-  status.select(1, kNonFiniteParameter).fill_(-1);
+  const at::Tensor unfit = status.select(1, kNonFiniteParameter).fill_(-1);
   for (int64_t g = 0; g < groups; ++g) {
     if (!examined[g].empty()) {
       at::Tensor of_group = status[g];
       FoundInfGuard::check(examined[g], of_group);
     }
+    if (device_.is_cpu()) {
+      own.groups[g].unfit = unfit[g].item<int64_t>();
+    }
   }
-  return status.select(1, kNonFiniteParameter);
+  if (!device_.is_cpu()) {  // kMost - unfit, but 0 for -1
+    const int64_t most = cuda_kernels::kMost;
+    on_device.unfit = (most - unfit).bitwise_and_(most).to(at::kInt);
+  }
+}
+
+// Of the own blocks in each group of blocks, in their order.
+std::vector<KnownMagnitudes> SharedPlans::known_magnitudes() const {
+  std::vector<KnownMagnitudes> known(group_of_blocks(options_.size(), 0, 0));
+  for (const Parameter& p : parameters_) {
+    for (const OwnBlock& own : p.own) {
+      known[group_of_blocks(p)].push_back(own.known);
+    }
+  }
+  return known;
 }
 
 // Of all that must be the same on all ranks.
@@ -129,14 +162,10 @@ PendingAgreement SharedPlans::begin_agreement(const LearningRates& lr,
     for (const Parameter& p : parameters_) {
       own.mask.push_back(p.is_active ? 1 : 0);
     }
-    const at::Tensor unfit = unfit_parameters();
+    examine_gradients(own, on_device);
     if (device_.is_cpu()) {
-      for (size_t g = 0; g < options_.size(); ++g) {
-        own.groups[g].unfit = unfit[static_cast<int64_t>(g)].item<int64_t>();
-      }
       own.failure = failed_.defined() ? failed_.item<int64_t>() : 0;
     } else {
-      on_device.unfit = unfit;
       on_device.failure = failed_;
     }
     if (found_inf.defined() && (device_.is_cpu() || found_inf.is_cpu())) {
@@ -185,7 +214,11 @@ void SharedPlans::release_gradients() {
   give_gradients([](const Parameter& p) { return p.is_active; });
   for (Sent& sent : sent_) {
     sent.values.reset();
+    if (sent.block != nullptr) {
+      sent.block->known = nullptr;
+    }
   }
+  magnitudes_.reset();
 }
 
 void SharedPlans::finish_gradients(const StepFindings& findings) {

@@ -79,6 +79,7 @@ class SharedPlans : public BlockedPlans {
   struct OwnBlock {
     size_t block;
     at::Tensor tensor, gradient;
+    const unsigned* known = nullptr;  // of this step, see KnownMagnitudes
   };
   // A part of a block whose gradient this rank has, for itself or another.
   struct Sent {
@@ -165,7 +166,8 @@ class SharedPlans : public BlockedPlans {
   bool takes_as_it_is(const Sent& sent, const at::Tensor& grad) const;
   bool has_new_memory() const;
   void release_gradients();
-  at::Tensor unfit_parameters() const;
+  void examine_gradients(StepFindings& own, distributed::DeviceFindings& on_device);
+  std::vector<KnownMagnitudes> known_magnitudes() const;
   at::Tensor values_of(const Sent& sent) const;
   uint64_t hash_of_step(const LearningRates& lr) const;
   PendingAgreement begin_agreement(const LearningRates& lr, const at::Tensor& found_inf);
@@ -220,6 +222,7 @@ class SharedPlans : public BlockedPlans {
   std::vector<Parameter> parameters_;
   std::vector<std::string> names_;  // of these, in messages
   std::vector<Sent> sent_;
+  at::Tensor magnitudes_;                         // in the gradients of a step, on a device
   std::map<at::ScalarType, Exchange> exchanges_;  // by the dtype of the state
   std::optional<StageStream> stream_;
   c10::Device device_ = at::kCPU;

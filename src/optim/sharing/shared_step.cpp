@@ -99,9 +99,11 @@ void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& sk
     const auto parameter_group = static_cast<int64_t>(group / (rules_->kinds() * kStages));
     return skipped.defined() ? skipped.select(0, parameter_group) : at::Tensor();
   };
+  const std::vector<KnownMagnitudes> known = known_magnitudes();
   for (size_t stage = 0; stage < kStages; ++stage) {
     blocks_.step_groups([&](size_t group) { return group % kStages == stage; },
-                        [&](size_t, const BlockedPlan&) { return minus_one; }, found_inf);
+                        [&](size_t, const BlockedPlan&) { return minus_one; }, found_inf,
+                        [&](size_t group) { return known[group]; });
     stream_->end_stage();
   }
   for (const auto& [dtype, exchange] : exchanges_) {

@@ -46,7 +46,7 @@ TEST(StepMessage, HasWhatOnlyTheDeviceKnowsInPlaceOfTheHosts) {
   expected[kFailure] = 4;
   expected[kGroups + 2] = kMost - 12;
   expected[kGroups + 4] = kMost;
-  const at::Tensor unfit = int64s({0, -1, 0, 12, 0, 0}).view({3, 2}).select(1, 1);
+  const at::Tensor unfit = int64s({0, kMost - 12, kMost}).to(at::kInt);
   const DeviceFindings found{at::tensor(4096.0F), unfit, int64s({4})};
   EXPECT_TRUE(at::equal(packed_message(host, found, 3, at::kCPU), int64s(expected)));
 }
@@ -121,9 +121,9 @@ TEST(StepMessage, IsTheSameByKernels) {
     const Numbers host = varied_numbers(round);
     DeviceFindings found, there;
     if (round % 2 == 0) {
-      const at::Tensor statuses = at::randint(-1, 3, {static_cast<int64_t>(groups), 5}, at::kLong);
-      found.unfit = statuses.select(1, 2);
-      there.unfit = statuses.to(device).select(1, 2);
+      found.unfit = at::randint(0, 3, {static_cast<int64_t>(groups)}, at::kInt) *
+                    at::scalar_tensor(kMost / 2, at::kInt);
+      there.unfit = found.unfit.to(device);
     }
     if (round % 4 < 2) {
       found.found_inf = at::scalar_tensor(round % 8 == 0 ? nan : round % 8 / 4);

@@ -109,6 +109,7 @@ def test_one_gpu_steps_as_a_group(tmp_path):
     try:
         for name in (
             "equals_one_process",
+            "gradients_of_any_scale_equal_one_process",
             "shards_equal_one_process",
             "skipped_steps_keep_the_schedule_of_roots",
             "captured_steps_equal_launched_ones",

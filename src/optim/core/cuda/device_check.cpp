@@ -92,7 +92,7 @@ at::Tensor record_skip_by_kernels(const std::vector<Examined>& examined, at::Ten
   }
   KernelTables<cuda_kernels::GradientEntry> none;
   for (size_t i = 0; i < params; ++i) {
-    none.add({nullptr}, 1);
+    none.add({}, 1);
   }
   const at::Tensor control =
       at::empty({sizeof(StepControl) / sizeof(int)}, options.dtype(at::kInt));
@@ -147,7 +147,7 @@ void DeviceCheck::add_parameter(const at::Tensor& param, double weight_decay,
     const auto scan = add(scans_, entry);
     added.copied_scan = param.is_non_overlapping_and_dense() ? std::nullopt : scan;
   }
-  addresses_.add({nullptr}, 1);
+  addresses_.add({}, 1);
   steps_.add(
       {step.mutable_data_ptr<double>(), number(starts.exp_avg), number(starts.second_moment)}, 1);
   params_.push_back(std::move(added));
@@ -185,7 +185,7 @@ void DeviceCheck::begin(at::TensorList grads) {
         as_it_is ? grads[i]
                  : readable_.emplace_back(readable_gradient(grads[i], each.param, each.is_updated));
     kinds_.push_back({element_type(grad.scalar_type()), aligned_to_four(grad)});
-    addresses_[i].data = grad.const_data_ptr();
+    addresses_[i] = {grad.const_data_ptr(), known_.empty() ? nullptr : known_[i]};
     if (each.gradient_scan) {
       scans_[*each.gradient_scan].type = kinds_[i].type;
     }

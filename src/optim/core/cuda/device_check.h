@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cuda_runtime_api.h>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -46,6 +47,7 @@ class DeviceCheck : public StepPrologue {
   // Kernels update this parameter: they need gradient(param) in its layout.
   void set_updated(size_t param) { params_[param].is_updated = true; }
 
+  void set_known(KnownMagnitudes known) override { known_ = std::move(known); }
   void begin(at::TensorList grads) override;
   void examine(const at::Tensor& tensor, size_t param, double largest) override;
   bool run(const StepRule& rule, const at::Tensor& found_inf) override;
@@ -86,6 +88,7 @@ class DeviceCheck : public StepPrologue {
   std::optional<c10::cuda::CUDAStream> stream_;  // of the last step in kept_
   // Of one step.
   StepRule rule_;
+  KnownMagnitudes known_;
   std::vector<at::Tensor> readable_, copies_;  // of gradients, and of parameters
   KernelTables<cuda_kernels::ScanEntry> examined_;
   std::vector<GradientKind> kinds_;

@@ -69,6 +69,26 @@ def equals_one_process(ranks: int) -> None:
                 assert error < rtol, (dtype, options, i, error)
 
 
+@case(2)
+def gradients_of_any_scale_equal_one_process(ranks: int) -> None:
+    """The agreement finds the largest magnitudes, from which the products choose their scales."""
+    given = {"lr": 0.1, "block_size": 128, "update_freq": 2, "eps": 0.0, "relative_eps": 1e-2}
+    for scales in ((1e-12,), (1e9,), (1e-3, 1e6)):
+        alone, shared = parameters(torch.float32), parameters(torch.float32)
+        one = torchium.Shampoo(alone, **given)
+        two = torchium.Shampoo(shared, **given, process_group=dist.group.WORLD)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            for p, q in zip(alone, shared, strict=True):
+                values = torch.randn(p.shape, generator=generator).to(p)
+                p.grad = q.grad = values * scales[step % len(scales)]
+            one.step()
+            two.step()
+        two.check_errors()
+        for i, (p, q) in enumerate(zip(shared, alone, strict=True)):
+            assert (p - q).norm() <= 1e-3 * q.norm(), (scales, i)
+
+
 def kernels_of_a_step(optimizer: Any, params: list[nn.Parameter], step: int) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         train(optimizer, params, range(step, step + 1))
