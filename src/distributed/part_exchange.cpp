@@ -45,6 +45,12 @@ PartExchange::PartExchange(const Communicator& communicator, const std::vector<T
     most_received = std::max(most_received, bucket.incoming);
   }
   slots_ = BucketSlots(buckets_.size(), most_sent, most_received, dtype, comm_dtype, device);
+  for (size_t k = 0; k < buckets_.size(); ++k) {
+    const at::Tensor all = slots_.received(k, buckets_[k].incoming);
+    for (const auto& [transfer, offset, elements] : buckets_[k].places) {
+      buckets_[k].arrivals.push_back({transfer, all.narrow(0, offset, elements)});
+    }
+  }
   buffer_ = at::zeros({total}, at::TensorOptions(device).dtype(dtype));
   for (size_t i = 0; i < transfers.size(); ++i) {
     if (transfers[i].from == communicator.rank()) {
@@ -65,7 +71,7 @@ void PartExchange::lay_out(Bucket& bucket, const std::vector<size_t>& members,
         offsets_[i] = bucket.begin + bucket.outgoing;
         bucket.outgoing += aligned(elements);
       } else if (from == rank && to == own) {
-        bucket.arrivals.push_back({i, bucket.incoming, elements});
+        bucket.places.push_back({i, bucket.incoming, elements});
         bucket.incoming += aligned(elements);
       }
     }
@@ -75,21 +81,13 @@ void PartExchange::lay_out(Bucket& bucket, const std::vector<size_t>& members,
 }
 
 void PartExchange::run(const std::function<void(const std::vector<Arrival>&)>& take) const {
-  const auto received = [&](size_t k) { return slots_.received(k, buckets_[k].incoming); };
   const auto begin = [&](size_t k) {
     const Bucket& bucket = buckets_[k];
     const at::Tensor values = buffer_.narrow(0, bucket.begin, bucket.outgoing);
-    return communicator_.begin_all_to_all(slots_.packed(k, values), bucket.sent, received(k),
-                                          bucket.received);
+    return communicator_.begin_all_to_all(slots_.packed(k, values), bucket.sent,
+                                          slots_.received(k, bucket.incoming), bucket.received);
   };
-  run_buckets(buckets_.size(), begin, [&](size_t k) {
-    const at::Tensor all = received(k);
-    std::vector<Arrival> arrivals;
-    for (const auto& [transfer, offset, elements] : buckets_[k].arrivals) {
-      arrivals.push_back({transfer, all.narrow(0, offset, elements)});
-    }
-    take(arrivals);
-  });
+  run_buckets(buckets_.size(), begin, [&](size_t k) { take(buckets_[k].arrivals); });
 }
 
 }  // namespace torchium::distributed

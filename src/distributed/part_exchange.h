@@ -49,7 +49,8 @@ class PartExchange {
   struct Bucket {
     int64_t begin = 0, outgoing = 0, incoming = 0;  // elements
     std::vector<int64_t> sent, received;            // of each rank
-    std::vector<Place> arrivals;
+    std::vector<Place> places;
+    std::vector<Arrival> arrivals;  // at these
   };
   void lay_out(Bucket& bucket, const std::vector<size_t>& members,
                const std::vector<Transfer>& transfers);

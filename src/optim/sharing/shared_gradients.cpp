@@ -24,6 +24,7 @@ bool SharedPlans::takes_as_it_is(const Sent& sent, const at::Tensor& grad) const
 
 // Takes the gradients that this rank gives, and copies them where it has to.
 void SharedPlans::gather_gradients() {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a view of each block
   std::vector<TensorBlock> by_kernels;
   size_t parameter = parameters_.size();
   at::Tensor grad;  // in a memory layout whose blocks are views
@@ -35,9 +36,9 @@ void SharedPlans::gather_gradients() {
     const at::Tensor& given = gradient_of(p.param.tensor());
     if (sent.parameter != parameter) {
       parameter = sent.parameter;
-      grad = given.detach().contiguous();
+      grad = given.contiguous();
     }
-    const auto rows = rows_of_part(p, *sent.part);
+    const auto& rows = sent.rows;
     const bool is_in_one_piece = rows && rows->columns == sent.memory.numel();
     const bool is_taken = is_in_one_piece && given.is_contiguous() && takes_as_it_is(sent, given);
     sent.values = sent.memory;
@@ -252,13 +253,9 @@ void SharedPlans::exchange_gradients(const StepFindings& findings, HeldError& he
     exchange.gradients->run([&](const auto& arrivals) {
       held.run([&] {
         for (const auto& [transfer, values] : arrivals) {
-          const PartPlace& place = exchange.gradient_places[transfer];
-          const Parameter& p = parameters_[place.parameter];
-          if (steps(p, findings)) {
-            const distributed::Part& part = part_at(place);
-            part_of_block(own_block(place.parameter, place.block).gradient,
-                          p.shared->blocks[place.block], part)
-                .copy_(values.view(part.rectangle.sizes));
+          if (steps(parameters_[exchange.gradient_places[transfer].parameter], findings)) {
+            const at::Tensor& target = exchange.gradient_targets[transfer];
+            target.copy_(values.view(target.sizes()));
           }
         }
       });

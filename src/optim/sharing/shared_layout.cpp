@@ -59,6 +59,8 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
   for (auto& [dtype, exchange] : exchanges_) {
     assign_stages(dtype, exchange.gathered_places);
     allocate(dtype, exchange, before);
+    lay_out_updates(exchange);
+    lay_out_own_directions(dtype, exchange);
   }
   lay_out_sent();
   if (!stream_ || stream_->device() != device_) {
@@ -213,6 +215,59 @@ const distributed::Part& SharedPlans::part_at(const PartPlace& place) const {
   return parameters_[place.parameter].shared->parts[place.block][place.part];
 }
 
+SharedPlans::Target SharedPlans::target_of(size_t parameter, const distributed::Part& part) const {
+  return {parameter, &part, rows_of_part(parameters_[parameter], part)};
+}
+
+// What this rank receives and sends.
+void SharedPlans::lay_out_updates(Exchange& exchange) {
+  const int64_t rank = ranks_.rank();
+  const auto part_of_own = [&](const PartPlace& place, at::Tensor OwnBlock::*tensor) {
+    return part_of_block(own_block(place.parameter, place.block).*tensor,
+                         parameters_[place.parameter].shared->blocks[place.block], part_at(place));
+  };
+  for (const Place& place : exchange.gathered_places) {
+    const SharedBlocks& shared = *parameters_[place.parameter].shared;
+    exchange.gathered_targets.push_back(target_of(place.parameter, shared.parts[place.block][0]));
+  }
+  for (const PartPlace& place : exchange.gradient_places) {
+    exchange.gradient_targets.push_back(place.to == rank ? part_of_own(place, &OwnBlock::gradient)
+                                                         : at::Tensor());
+  }
+  for (size_t t = 0; t < exchange.update_places.size(); ++t) {
+    const PartPlace& place = exchange.update_places[t];
+    exchange.update_targets.push_back(place.to == rank ? target_of(place.parameter, part_at(place))
+                                                       : Target());
+    if (place.from == rank) {
+      exchange.sent_directions.push_back(
+          {place.parameter, exchange.updates->outgoing(t).view(part_at(place).rectangle.sizes),
+           part_of_own(place, &OwnBlock::tensor)});
+    }
+  }
+}
+
+// The directions of own blocks for this rank's own elements.
+void SharedPlans::lay_out_own_directions(at::ScalarType dtype, Exchange& exchange) {
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    const Parameter& p = parameters_[index];
+    if (p.shared == nullptr || state_dtype(p.param.tensor()) != dtype) {
+      continue;
+    }
+    for (const OwnBlock& own : p.own) {
+      if (gathers(*p.shared, own.block)) {
+        continue;
+      }
+      const distributed::Block& block = p.shared->blocks[own.block];
+      for (const distributed::Part& part : p.shared->parts[own.block]) {
+        if (part.source == ranks_.rank()) {  // the owner is the source where it holds the part
+          exchange.own_directions.push_back(
+              {target_of(index, part), part_of_block(own.tensor, block, part)});
+        }
+      }
+    }
+  }
+}
+
 // The gradients that this rank gives, in the order of the parameters.
 void SharedPlans::lay_out_sent() {
   std::map<std::pair<const distributed::Part*, int64_t>, at::Tensor> outgoing;
@@ -230,7 +285,10 @@ void SharedPlans::lay_out_sent() {
         if (part.source != ranks_.rank()) {
           continue;
         }
-        Sent sent{.parameter = p, .part = &part, .memory = {}};
+        Sent sent{.parameter = p,
+                  .part = &part,
+                  .rows = rows_of_part(parameters_[p], part),
+                  .memory = {}};
         const auto& sizes = part.rectangle.sizes;
         if (shared->owners[b] != ranks_.rank()) {
           sent.memory = outgoing.at({&part, shared->owners[b]}).view(sizes);

@@ -85,7 +85,8 @@ class SharedPlans : public BlockedPlans {
   struct Sent {
     size_t parameter;
     const distributed::Part* part;
-    at::Tensor memory;  // contiguous, in the dtype of the state
+    std::optional<ElementRows> rows;  // of the part in this rank's tensor
+    at::Tensor memory;                // contiguous, in the dtype of the state
     // The own block whose gradient that is; null: another.
     OwnBlock* block = nullptr;
     // The gradient of an own block, to which the values are copied; undefined: nothing to copy.
@@ -115,6 +116,21 @@ class SharedPlans : public BlockedPlans {
     size_t parameter, block, part;
     int64_t from, to;
   };
+  // Where a direction goes: a part of a block in this rank's tensor.
+  struct Target {
+    size_t parameter;
+    const distributed::Part* part;
+    std::optional<ElementRows> rows;
+  };
+  // The direction of a part of an own block, or the copy of it that travels.
+  struct OwnDirection {
+    Target target;
+    at::Tensor values;
+  };
+  struct SentDirection {
+    size_t parameter;
+    at::Tensor copy, values;
+  };
   // Of all parameters with one dtype of the state.
   struct Exchange {
     // Directions of blocks that all ranks hold, in the order of their stages.
@@ -123,12 +139,16 @@ class SharedPlans : public BlockedPlans {
     // Gradients and directions of the other blocks.
     std::unique_ptr<distributed::PartExchange> gradients, updates;
     std::vector<PartPlace> gradient_places, update_places;
+    // Of what travels by these, where it arrives here: of gradients the elements in those of the
+    // own blocks.
+    std::vector<Target> gathered_targets, update_targets;
+    std::vector<at::Tensor> gradient_targets;
+    std::vector<SentDirection> sent_directions;
+    std::vector<OwnDirection> own_directions;
     at::Tensor directions;  // memory of the directions of these, of this rank's
   };
-  // The direction of a part of a block, for this rank's tensor.
   struct Update {
-    size_t parameter;
-    const distributed::Part* part;
+    const Target* target;
     at::Tensor values;  // contiguous
   };
 
@@ -142,6 +162,9 @@ class SharedPlans : public BlockedPlans {
   void allocate_directions(at::ScalarType dtype, Exchange& exchange, const Tensors& before);
   void add_own_block(const Place& place, const at::Tensor& memory, const Tensors& before);
   void lay_out_sent();
+  Target target_of(size_t parameter, const distributed::Part& part) const;
+  void lay_out_updates(Exchange& exchange);
+  void lay_out_own_directions(at::ScalarType dtype, Exchange& exchange);
   OwnBlock& own_block(size_t parameter, size_t block);
   const distributed::Part& part_at(const PartPlace& place) const;
   // Directions travel in stages: those without matrices first, which take little time to compute,
@@ -187,7 +210,7 @@ class SharedPlans : public BlockedPlans {
   // Copies of parameters in other memory layouts, whose blocks are no views.
   using Copies = std::map<size_t, at::Tensor>;
   std::optional<ElementRows> rows_of_part(const Parameter& p, const distributed::Part& part) const;
-  void send_updates(const Exchange& exchange, const StepFindings& findings);
+  void send_updates(const Exchange& exchange, const StepFindings& findings) const;
   std::vector<Update> own_updates(const Exchange& exchange, at::ScalarType dtype,
                                   const StepFindings& findings) const;
   std::vector<Update> gathered_updates(

@@ -161,19 +161,21 @@ std::optional<ElementRows> SharedPlans::rows_of_part(const Parameter& p,
 }
 
 // Fills the directions that this rank sends to single others.
-void SharedPlans::send_updates(const Exchange& exchange, const StepFindings& findings) {
-  for (size_t t = 0; t < exchange.update_places.size(); ++t) {
-    const PartPlace& place = exchange.update_places[t];
-    const Parameter& p = parameters_[place.parameter];
-    if (place.from == ranks_.rank() && steps(p, findings)) {
-      const distributed::Part& part = part_at(place);
-      exchange.updates->outgoing(t)
-          .view(part.rectangle.sizes)
-          .copy_(part_of_block(own_block(place.parameter, place.block).tensor,
-                               p.shared->blocks[place.block], part));
+void SharedPlans::send_updates(const Exchange& exchange, const StepFindings& findings) const {
+  for (const auto& [parameter, copy, values] : exchange.sent_directions) {
+    if (steps(parameters_[parameter], findings)) {
+      copy.copy_(values);
     }
   }
 }
+
+namespace {
+
+at::Tensor in_dtype(const at::Tensor& values, at::ScalarType dtype) {
+  return values.scalar_type() == dtype ? values : values.to(dtype);
+}
+
+}  // namespace
 
 // The directions of own blocks for this rank's own elements, rounded as they travel: all replicas
 // stay equal.
@@ -181,25 +183,10 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
                                                           at::ScalarType dtype,
                                                           const StepFindings& findings) const {
   std::vector<Update> updates;
-  for (size_t index = 0; index < parameters_.size(); ++index) {
-    const Parameter& p = parameters_[index];
-    if (!steps(p, findings) || state_dtype(p.param.tensor()) != dtype) {
-      continue;
-    }
-    for (const OwnBlock& own : p.own) {
-      if (gathers(*p.shared, own.block)) {
-        continue;
-      }
-      for (const distributed::Part& part : p.shared->parts[own.block]) {
-        if (part.source == ranks_.rank()) {  // the owner is the source where it holds the part
-          const distributed::Block& block = p.shared->blocks[own.block];
-          const at::Tensor values = part.rectangle == block.rectangle
-                                        ? own.tensor
-                                        : part_of_block(own.tensor, block, part);
-          updates.push_back(
-              {index, &part, values.to(exchange.updates->comm_dtype()).to(dtype).contiguous()});
-        }
-      }
+  for (const auto& [target, values] : exchange.own_directions) {
+    if (steps(parameters_[target.parameter], findings)) {
+      const at::Tensor travelling = in_dtype(values, exchange.updates->comm_dtype());
+      updates.push_back({&target, in_dtype(travelling, dtype).contiguous()});
     }
   }
   return updates;
@@ -211,10 +198,9 @@ std::vector<SharedPlans::Update> SharedPlans::gathered_updates(
     at::ScalarType dtype, const StepFindings& findings) const {
   std::vector<Update> updates;
   for (const auto& [k, values] : arrivals) {
-    const Place& place = exchange.gathered_places[k];
-    const Parameter& p = parameters_[place.parameter];
-    if (steps(p, findings)) {
-      updates.push_back({place.parameter, &p.shared->parts[place.block][0], values.to(dtype)});
+    const Target& target = exchange.gathered_targets[k];
+    if (steps(parameters_[target.parameter], findings)) {
+      updates.push_back({&target, in_dtype(values, dtype)});
     }
   }
   return updates;
@@ -226,9 +212,9 @@ std::vector<SharedPlans::Update> SharedPlans::sent_updates(
     at::ScalarType dtype, const StepFindings& findings) const {
   std::vector<Update> updates;
   for (const auto& [transfer, values] : arrivals) {
-    const PartPlace& place = exchange.update_places[transfer];
-    if (steps(parameters_[place.parameter], findings)) {
-      updates.push_back({place.parameter, &part_at(place), values.to(dtype)});
+    const Target& target = exchange.update_targets[transfer];
+    if (steps(parameters_[target.parameter], findings)) {
+      updates.push_back({&target, in_dtype(values, dtype)});
     }
   }
   return updates;
@@ -238,28 +224,31 @@ std::vector<SharedPlans::Update> SharedPlans::sent_updates(
 void SharedPlans::apply(const std::vector<Update>& updates, const std::vector<at::Tensor>& rates,
                         Copies& copies) const {
   std::vector<std::vector<TensorBlock>> by_kernels(options_.size());
-  for (const auto& [parameter, part, values] : updates) {
-    const Parameter& p = parameters_[parameter];
+  const FoundInfGuard open = FoundInfGuard::open();
+  std::vector<StepScalar> lrs;
+  for (const at::Tensor& rate : rates) {
+    lrs.push_back(open.learning_rate(rate));
+  }
+  for (const auto& [target, values] : updates) {
+    const Parameter& p = parameters_[target->parameter];
     at::Tensor param = p.param.tensor();
     if (!param.is_contiguous()) {
-      param = copies.try_emplace(parameter, param.detach().contiguous()).first->second;
+      param = copies.try_emplace(target->parameter, param.detach().contiguous()).first->second;
     }
-    if (const auto rows = rows_of_part(p, *part); rows && has_block_kernel(param, values)) {
-      by_kernels[p.group].push_back({param, *rows, values});
+    if (target->rows && has_block_kernel(param, values)) {
+      by_kernels[p.group].push_back({param, *target->rows, values});
       continue;
     }
-    at::Tensor target =
-        part_of_shard(param.detach(), *p.shared, *part, part->local_on(ranks_.rank()));
-    const at::Tensor direction = values.view(target.sizes());
+    at::Tensor elements = part_of_shard(param.detach(), *p.shared, *target->part,
+                                        target->part->local_on(ranks_.rank()));
+    const at::Tensor direction = values.view(elements.sizes());
     const UpdateRule rule{.decoupled_weight_decay = rules_->decoupled_decay(*options_[p.group])};
-    const FoundInfGuard open = FoundInfGuard::open();
-    const StepScalar lr = open.learning_rate(rates[p.group]);
-    if (target.is_cpu() && !target.is_contiguous()) {  // fused loops need one piece of memory
-      at::Tensor copy = target.contiguous();
-      apply_update(rule, lr, copy, direction, nullptr, open);
-      target.copy_(copy);
+    if (elements.is_cpu() && !elements.is_contiguous()) {  // fused loops need one piece of memory
+      at::Tensor copy = elements.contiguous();
+      apply_update(rule, lrs[p.group], copy, direction, nullptr, open);
+      elements.copy_(copy);
     } else {
-      apply_update(rule, lr, target, direction, nullptr, open);
+      apply_update(rule, lrs[p.group], elements, direction, nullptr, open);
     }
   }
   for (size_t g = 0; g < by_kernels.size(); ++g) {
