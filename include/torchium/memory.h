@@ -47,14 +47,14 @@ struct MemoryInfo {
 TORCHIUM_API MemoryInfo memory_info(std::optional<c10::Device> device = std::nullopt);
 
 // What one owner holds between calls: an optimizer's group of parameters on one device, or the
-// arena of a device. Kernels hold nothing: their scratch returns to PyTorch's allocator with every
-// call.
+// arena of a device. Scratch that kernels need for one call does not count: it returns to PyTorch's
+// allocator.
 struct WorkspaceUse {
   std::string owner;  // "Shampoo", "Arena", ...
   c10::Device device = c10::kCPU;
   int64_t parameters = 0;     // tensors
   int64_t state_bytes = 0;    // of the optimizer's state on this device
-  int64_t scratch_bytes = 0;  // captured steps, or memory of the arena
+  int64_t scratch_bytes = 0;  // workspace and captured steps, or memory of the arena
 };
 
 // All owners of this process, the largest first. Call it between steps: a step on another thread

@@ -45,7 +45,7 @@ class WorkspaceUse:
         device: where it is.
         parameters: number of parameter tensors.
         state_bytes: of the optimizer's state on this device.
-        scratch_bytes: of captured steps, or of the arena.
+        scratch_bytes: of workspace and captured steps (``memory_report()``), or of the arena.
     """
 
     owner: str
@@ -91,8 +91,8 @@ def memory_info(device: torch.device | str | int | None = None) -> MemoryInfo:
 def workspace_report() -> tuple[WorkspaceUse, ...]:
     """Return what each optimizer and the arena hold, the largest first.
 
-    An optimizer is listed from its first step on, in both languages. Kernels hold nothing: their
-    scratch returns to torch's allocator with every call. Call it between steps: a step on another
+    An optimizer is listed from its first step on, in both languages. Scratch that kernels need for
+    one call does not count: it returns to torch's allocator. Call it between steps: a step on another
     thread may change what it counts.
     """
     return tuple(

@@ -3,6 +3,7 @@
 #include "bindings.h"
 #include "optim/adagrad/adagrad_options.h"
 #include "optim/adahessian/adahessian_options.h"
+#include "optim/core/state_memory.h"
 #include "optim/kfac/kfac_options.h"
 #include "optim/kfac/kfac_preconditioner_options.h"
 #include "optim/natural_gradient/natural_gradient_options.h"
@@ -142,27 +143,30 @@ std::unique_ptr<Shampoo> shampoo_from_adamw(const Groups& params,
       [&](ShampooOptions& options) { options = with_options(std::move(options), rest); }));
 }
 
-py::typing::Dict<py::str, int64_t> memory_of(const optim::GroupMemory& group) {
-  py::typing::Dict<py::str, int64_t> result;
-  result["elements"] = group.elements;
-  result["parameters"] = group.parameters;
-  result["graphs"] = group.graphs;
-  result["statistics"] = group.state.statistics;
-  result["roots"] = group.state.roots;
-  result["averages"] = group.state.averages;
-  result["grafting_second_moments"] = group.state.grafting_second_moments;
-  result["momentum_buffers"] = group.state.momentum_buffers;
-  result["diagonals"] = group.state.diagonals;
-  result["counters"] = group.state.counters;
-  return result;
-}
-
-py::typing::List<py::typing::Dict<py::str, int64_t>> memory_report_of(const Shampoo& optimizer) {
+py::typing::Dict<py::str, py::object> memory_report_of(const SecondOrderOptimizer& optimizer) {
   const auto report = optimizer.memory_report();
-  py::typing::List<py::typing::Dict<py::str, int64_t>> result;
+  const auto numbers_of = [](const auto&... memory) {
+    OptionDict result;
+    const auto add = [&](const auto& each) {
+      for (const auto& [name, value] : optim::detail::numbers_of(each)) {
+        result[name.c_str()] = value;
+      }
+    };
+    (add(memory), ...);
+    return result;
+  };
+  py::list groups, parameters;
   for (const auto& group : report.groups) {
-    result.append(memory_of(group));
+    groups.append(numbers_of(group, group.state));
   }
+  for (const auto& [name, group, state] : report.parameters) {
+    parameters.append(py::make_tuple(name, group, numbers_of(state)));
+  }
+  OptionDict result;
+  result["groups"] = groups;
+  result["joint"] = numbers_of(report.joint, report.joint.state);
+  result["parameters"] = parameters;
+  result["table"] = c10::str(report);
   return result;
 }
 
@@ -298,6 +302,10 @@ void bind_optimizers(py::module_& module) {
       .def("zero_grad", &SecondOrderOptimizer::zero_grad, py::arg("set_to_none") = true)
       .def("check_errors", &SecondOrderOptimizer::check_errors, no_gil(),
            "Waits for the device and raises RuntimeError for what went wrong so far.")
+      .def("memory_report", &memory_report_of,
+           "Bytes by kind, of each group, of what they have in common and of each parameter; and "
+           "the "
+           "table that C++ programs print.")
       .def("set_lr", &set_lr, py::arg("lr"), "Sets the learning rate of all groups.")
       .def("state", &state_of, py::arg("param"),
            "The state tensors of a parameter by name; they share memory with the optimizer.")
@@ -311,10 +319,6 @@ void bind_optimizers(py::module_& module) {
   bind_optimizer<Shampoo, ShampooOptions>(optim, "Shampoo", "torchium::optim::Shampoo")
       .def_static("from_adamw", &shampoo_from_adamw, py::arg("params"),
                   "Takes the options of AdamW, and those of Shampoo except eps.")
-      .def("memory_report", &memory_report_of, "Bytes by kind, a dict for each group.")
-      .def(
-          "memory_table", [](const Shampoo& self) { return c10::str(self.memory_report()); },
-          "The same as C++ programs print it.")
       .def("report", &rules_of, "The rule of each parameter, a dict for each.")
       .def(
           "report_table", [](const Shampoo& self) { return c10::str(self.report()); },

@@ -146,12 +146,8 @@ std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& optio
   for (const Numbers& numbers : sharded) {
     group.sharded.push_back(sharded_shape(numbers));
   }
-  std::vector<NamedTensors> states;
-  for (const Dict& state : saved) {
-    states.push_back(named(state));
-  }
   std::vector<Dict> loaded;
-  for (const ParameterState& state : self->load(index, group, states)) {
+  for (const ParameterState& state : self->load(index, group, named(saved))) {
     loaded.push_back(dict_of(state.named()));
   }
   return loaded;
@@ -214,24 +210,11 @@ std::string failure_message(std::string optimizer, int64_t skips,
       max_root_failures);
 }
 
-// The numbers of each group, then of all, in the order of the fields of Python's report; the table.
-std::tuple<Lists<int64_t>, std::string> memory_report(const Self& self, const c10::IValue& options,
-                                                      const Lists<at::Tensor>& params,
-                                                      const Lists<std::string>& names,
-                                                      const Lists<Dict>& states,
-                                                      const Lists<Numbers>& sharded) {
-  const auto report =
-      self->memory_report(groups_from(self, options, params, names, states, sharded));
-  Lists<int64_t> rows;
-  auto groups = report.groups;
-  groups.push_back(report.total());
-  for (const auto& group : groups) {
-    const auto& s = group.state;
-    rows.push_back({group.elements, group.parameters, group.graphs, s.statistics, s.roots,
-                    s.averages, s.grafting_second_moments, s.momentum_buffers, s.diagonals,
-                    s.counters});
-  }
-  return {std::move(rows), c10::str(report)};
+MemoryNumbers memory_report(const Self& self, const c10::IValue& options,
+                            const Lists<at::Tensor>& params, const Lists<std::string>& names,
+                            const Lists<Dict>& states, const Lists<Numbers>& sharded) {
+  return numbers_of(
+      self->memory_report(groups_from(self, options, params, names, states, sharded)));
 }
 
 std::tuple<std::vector<ReportLine>, std::string> report(

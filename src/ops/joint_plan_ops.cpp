@@ -101,11 +101,14 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name) {
       .def("bind",
            [](const Self& self, std::vector<at::Tensor> params, const std::vector<Dict>& states,
               std::vector<int64_t> groups, std::vector<std::string> names) {
-             std::vector<NamedTensors> tensors;
-             for (const Dict& state : states) {
-               tensors.push_back(named(state));
-             }
-             self->bind(std::move(params), tensors, std::move(groups), std::move(names));
+             self->bind(std::move(params), named(states), std::move(groups), std::move(names));
+           })
+      .def("memory_report",
+           [](const Self& self, const std::vector<at::Tensor>& params,
+              const std::vector<Dict>& states, const std::vector<int64_t>& groups_of_params,
+              const std::vector<std::string>& names, int64_t groups) {
+             return numbers_of(self->memory_report(params, named(states), groups_of_params, names,
+                                                   static_cast<size_t>(groups)));
            })
       .def("exclude",
            [](const Self& self, const std::vector<int64_t>& params) { self->exclude(params); })

@@ -48,6 +48,8 @@ class TORCHIUM_API BlockedOptimizer : public SecondOrderOptimizer {
   BlockedOptimizer(BlockedOptimizer&&) noexcept;
   BlockedOptimizer& operator=(BlockedOptimizer&&) noexcept;
 
+  MemoryReport memory_report() const override;
+
  protected:
   explicit BlockedOptimizer(std::unique_ptr<Options> defaults);
 

@@ -66,6 +66,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   /// As SecondOrderOptimizer::add_param_group().
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
+  MemoryReport memory_report() const override;
+
  protected:
   CapturingOptimizer(const torch::nn::Module& model, std::unique_ptr<Options> defaults);
 

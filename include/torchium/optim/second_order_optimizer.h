@@ -3,6 +3,7 @@
 #pragma once
 
 #include "torchium/export.h"
+#include "torchium/optim/memory_report.h"
 #include "torchium/optim/options.h"
 
 #include <torch/optim/optimizer.h>
@@ -97,6 +98,11 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   /// Waits for the device and raises c10::Error for failures so far. With `capturable` and a
   /// `process_group` all ranks must call it.
   void check_errors();
+
+  /// Bytes that the optimizer holds. Shampoo, Adagrad and AdaHessian count the future state of
+  /// parameters that require a gradient but have none yet; the others only state that exists,
+  /// because that of a layer follows from its first call. Allocates nothing.
+  virtual MemoryReport memory_report() const = 0;
 
   /// Writes the options and the state of all parameters, as libtorch's optimizers do.
   void save(torch::serialize::OutputArchive& archive) const override;

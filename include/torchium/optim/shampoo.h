@@ -4,7 +4,6 @@
 
 #include "torchium/export.h"
 #include "torchium/optim/blocked_optimizer.h"
-#include "torchium/optim/memory_report.h"
 #include "torchium/optim/options.h"
 #include "torchium/optim/shampoo_report.h"
 
@@ -213,10 +212,6 @@ class TORCHIUM_API Shampoo : public BlockedOptimizer {
   /// With capturable = true a captured step reads its learning rate from a tensor on the device.
   /// This writes the options' lr to it: call it after a change of lr, before a replay.
   void sync_lr();
-
-  /// Bytes of the state; for parameters that require a gradient but have no state yet, of their
-  /// future state. Allocates nothing.
-  MemoryReport memory_report() const;
 
   /// For each parameter the rule, the blocks or the reason, and the bytes of state.
   ShampooReport report() const;

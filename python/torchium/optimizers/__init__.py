@@ -4,6 +4,7 @@ from ._blocked.report import ParameterReport as ParameterReport
 from ._blocked.report import ShampooReport as ShampooReport
 from ._core.memory import GroupMemory as GroupMemory
 from ._core.memory import MemoryReport as MemoryReport
+from ._core.memory import ParameterMemory as ParameterMemory
 from ._core.memory import StateMemory as StateMemory
 from .adagrad import Adagrad
 from .adahessian import AdaHessian

@@ -23,7 +23,6 @@ from ._blocked.report import ParameterReport, ShampooReport
 from ._blocked.sharing import SHARING_ARGUMENTS, Sharing
 from ._blocked.state_shares import state_shares
 from ._core.checkpoint import own_state
-from ._core.memory import GroupMemory, MemoryReport, StateMemory
 from ._core.model_groups import model_groups
 from ._core.parameters import State, is_dtensor
 from ._core.process_groups import Consolidating, group_named, set_within
@@ -324,25 +323,6 @@ class Shampoo(Consolidating, BlockedOptimizer):
                 groups[1], groups[3], self._plans.share_places(*groups), strict=True
             )
         ]
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes of the state.
-
-        For parameters that require a gradient but have no state yet, of their future state. Allocates
-        nothing.
-
-        Returns:
-            A report whose ``groups`` and ``total`` hold the bytes by kind; ``print`` shows a table.
-
-        Example:
-            >>> print(torchium.Shampoo(model.parameters()).memory_report())
-        """
-        rows, table = self._plans.memory_report(*self._groups())
-        *groups, total = [
-            GroupMemory(elements, parameters, StateMemory(*state), graphs)
-            for elements, parameters, graphs, *state in rows
-        ]
-        return MemoryReport(tuple(groups), total, table)
 
     def report(self) -> ShampooReport:
         """For each parameter the rule, the blocks or the reason, and the bytes of state.

@@ -23,6 +23,10 @@ class SecondOrderOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a dict with 'params' and, if wanted, options."""
 
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes by kind, of each group, of what they have in common and of each parameter; and the table
+        that C++ programs print."""
+
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all groups."""
 
@@ -58,12 +62,6 @@ class Shampoo(SecondOrderOptimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]], **hyperparameters: Any
     ) -> Shampoo:
         """Takes the options of AdamW (alone, in dicts of groups) and those of Shampoo except eps."""
-
-    def memory_report(self) -> list[dict[str, int]]:
-        """Bytes by kind, a dict for each group."""
-
-    def memory_table(self) -> str:
-        """The same as C++ programs print it."""
 
     def report(self) -> list[dict[str, Any]]:
         """The rule of each parameter, a dict for each."""

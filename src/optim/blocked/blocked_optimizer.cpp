@@ -71,6 +71,7 @@ BlockedOptimizer::BlockedOptimizer(BlockedOptimizer&&) noexcept = default;
 BlockedOptimizer& BlockedOptimizer::operator=(BlockedOptimizer&&) noexcept = default;
 
 detail::BlockedPlans& BlockedOptimizer::plans() const {
+  refuse_moved_from();
   if (runtime_->plans == nullptr) {
     runtime_->plans = make_plans();
   }
@@ -100,6 +101,8 @@ std::vector<detail::BlockedGroup> BlockedOptimizer::groups() const {
   }
   return groups;
 }
+
+MemoryReport BlockedOptimizer::memory_report() const { return plans().memory_report(groups()); }
 
 // Whether the plans are bound to the current groups and state; passes changed options on.
 bool BlockedOptimizer::is_bound() {

@@ -1,7 +1,7 @@
 #include "optim/blocked/blocked_plans.h"
 
 #include "optim/core/state_checks.h"
-#include "optim/reports/state_memory.h"
+#include "optim/core/state_memory.h"
 #include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
@@ -19,6 +19,11 @@ at::Tensor BlockedGroup::whole(size_t i) const {
 
 std::string BlockedGroup::name_of(size_t g, size_t i) const {
   return parameter_name(g, i, given_name(i), whole(i));
+}
+
+std::string BlockedGroup::name_in_report(size_t g, size_t i) const {
+  const std::string given = given_name(i);
+  return given.empty() ? c10::str("parameter ", i, " of group ", g) : given;
 }
 
 // The plan of one group on one device before it is bound.
@@ -273,20 +278,15 @@ ParameterState BlockedPlans::state_or_plan(const BlockedPlan& plan, const Blocke
 
 MemoryReport BlockedPlans::memory_report(const std::vector<BlockedGroup>& groups) const {
   MemoryReport report;
+  report.groups.resize(groups.size());
+  TensorBytes bytes;
   for (size_t g = 0; g < groups.size(); ++g) {
     const auto plan = plan_of(groups[g]);
-    GroupMemory memory;
     for (size_t i = 0; i < groups[g].params.size(); ++i) {
-      const ParameterState state = state_or_plan(*plan, groups[g], i);
-      if (!state.is_empty()) {
-        memory.state += memory_of(state);
-        const at::Tensor whole = groups[g].whole(i);
-        memory.elements += whole.numel();
-        memory.parameters += static_cast<int64_t>(whole.nbytes());
-      }
+      add_parameter(report, g, groups[g].whole(i), groups[g].name_in_report(g, i),
+                    state_or_plan(*plan, groups[g], i).named(), bytes);
     }
-    memory.graphs = graph_bytes(g);
-    report.groups.push_back(memory);
+    report.groups[g] += memory(g, bytes);
   }
   return report;
 }
@@ -301,14 +301,12 @@ ShampooReport BlockedPlans::report(const std::vector<BlockedGroup>& groups) cons
       const BlockedPlan::Rule rule = state.is_empty()
                                          ? BlockedPlan::Rule{"none", "requires no gradient"}
                                          : plan->rule(param.sizes());
-      const std::string name = groups[g].given_name(i);
-      report.parameters.push_back(
-          {.name = name.empty() ? c10::str("parameter ", i, " of group ", g) : name,
-           .shape = param.sizes().vec(),
-           .group = g,
-           .rule = rule.name,
-           .detail = rule.detail,
-           .state_bytes = memory_of(state).total()});
+      report.parameters.push_back({.name = groups[g].name_in_report(g, i),
+                                   .shape = param.sizes().vec(),
+                                   .group = g,
+                                   .rule = rule.name,
+                                   .detail = rule.detail,
+                                   .state_bytes = TensorBytes().add(state.named()).total()});
     }
   }
   return report;
@@ -325,12 +323,14 @@ int64_t BlockedPlans::host_steps(const at::Tensor& param) const {
   return -1;
 }
 
-int64_t BlockedPlans::graph_bytes(size_t group) const {
-  int64_t bytes = 0;
+GroupMemory BlockedPlans::memory(size_t group, TensorBytes& counted) const {
+  GroupMemory memory;
   for (const GroupPlan& each : plans_) {
-    bytes += each.group == group ? each.plan->graph_bytes() : 0;
+    if (each.group == group) {
+      memory += each.plan->memory(counted);
+    }
   }
-  return bytes;
+  return memory;
 }
 
 int64_t BlockedPlans::graph_count() const {

@@ -40,6 +40,7 @@ struct BlockedGroup {
   std::string given_name(size_t i) const { return names.empty() ? "" : names[i]; }
   // parameter_name(), as one of group g.
   std::string name_of(size_t g, size_t i) const;
+  std::string name_in_report(size_t g, size_t i) const;
 };
 
 class BlockedPlans : public torch::CustomClassHolder {
@@ -125,8 +126,8 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Steps of a parameter, as far as the host knows; -1: unknown.
   virtual int64_t host_steps(const at::Tensor& param) const;
   virtual int64_t graph_count() const;
-  // The scratch memory of a group's graphs.
-  virtual int64_t graph_bytes(size_t group) const;
+  // StepPlan::memory() of the plans of a group.
+  virtual GroupMemory memory(size_t group, TensorBytes& counted) const;
 
  protected:
   // A plan with the options of the group, bound to nothing.

@@ -137,6 +137,23 @@ void CapturingOptimizer::bind() {
   joint_plan().bind(all_params(), states, std::move(groups), std::move(names));
 }
 
+MemoryReport CapturingOptimizer::memory_report() const {
+  refuse_moved_from();
+  const auto params = all_params();
+  std::vector<detail::NamedTensors> states;
+  std::vector<std::string> names;
+  std::vector<int64_t> groups;
+  for (const at::Tensor& param : params) {
+    const auto* state = find_state(param);
+    states.push_back(state == nullptr ? detail::NamedTensors() : state->tensors());
+    names.push_back(name_of(param));
+  }
+  for (const auto group : c10::irange(param_groups_.size())) {
+    groups.insert(groups.end(), param_groups_[group].params().size(), static_cast<int64_t>(group));
+  }
+  return joint_plan().memory_report(params, states, groups, names, param_groups_.size());
+}
+
 void CapturingOptimizer::change_states(const std::vector<detail::StateChange>& changes) {
   const auto params = all_params();
   for (const auto& [i, key, value] : changes) {

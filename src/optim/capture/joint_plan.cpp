@@ -339,6 +339,21 @@ std::vector<int64_t> JointPlan::next_steps(size_t groups) {
   return next;
 }
 
+MemoryReport JointPlan::memory_report(const std::vector<at::Tensor>& params,
+                                      const std::vector<NamedTensors>& states,
+                                      const std::vector<int64_t>& groups_of_params,
+                                      const std::vector<std::string>& names, size_t groups) const {
+  MemoryReport report;
+  report.groups.resize(groups);
+  TensorBytes bytes;
+  for (size_t i = 0; i < params.size(); ++i) {
+    add_parameter(report, static_cast<size_t>(groups_of_params[i]), params[i], names[i], states[i],
+                  bytes);
+  }
+  report.joint = memory(bytes);
+  return report;
+}
+
 bool JointPlan::only_creates_state() {
   const auto taken = steps_taken();
   if (std::any_of(taken.begin(), taken.end(), [](int64_t count) { return count > 0; })) {

@@ -107,6 +107,13 @@ class JointPlan : public StepPlan {
 
   bool host_decides() const override { return true; }
 
+  // Memory of these parameters, states, groups and names (bind()), of `groups` groups in all, and
+  // of this plan.
+  MemoryReport memory_report(const std::vector<at::Tensor>& params,
+                             const std::vector<NamedTensors>& states,
+                             const std::vector<int64_t>& groups_of_params,
+                             const std::vector<std::string>& names, size_t groups) const;
+
  protected:
   // ---- what an optimizer defines
 

@@ -50,18 +50,23 @@ void StepPlan::bind(std::vector<at::Tensor> params, std::vector<ParameterState> 
 }
 
 std::vector<WorkspaceUse> StepPlan::workspaces() const {
-  WorkspaceUse use{optimizer_name(), device_, static_cast<int64_t>(bound_.size()), 0,
-                   graph_bytes()};
-  std::unordered_set<const void*> counted;  // parameters of a layer share its factors
+  WorkspaceUse use{optimizer_name(), device_, static_cast<int64_t>(bound_.size())};
+  TensorBytes bytes;
   for (const Bound& bound : bound_) {
     for (const SeenTensor& seen : bound.tensors) {
-      const at::Tensor& tensor = seen.tensor();
-      if (tensor.device() == device_ && counted.insert(tensor.const_data_ptr()).second) {
-        use.state_bytes += static_cast<int64_t>(tensor.nbytes());
-      }
+      use.state_bytes += seen.tensor().device() == device_ ? bytes.add(seen.tensor()) : 0;
     }
   }
+  const GroupMemory own = memory(bytes);
+  use.scratch_bytes = own.workspace + own.graphs;
   return bound_.empty() ? std::vector<WorkspaceUse>{} : std::vector{use};
+}
+
+GroupMemory StepPlan::memory(TensorBytes& counted) const {
+  GroupMemory own;
+  own.workspace = counted.add(kept_tensors());
+  own.graphs = graph_bytes();
+  return own;
 }
 
 bool StepPlan::is_unchanged() const {

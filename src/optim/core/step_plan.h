@@ -4,9 +4,11 @@
 
 #include "optim/core/parameter_state.h"
 #include "optim/core/seen_tensor.h"
+#include "optim/core/state_memory.h"
 #include "optim/core/step_graphs.h"
 #include "optim/core/step_monitor.h"
 #include "support/workspace_owners.h"
+#include "torchium/optim/memory_report.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -54,6 +56,8 @@ class PlannedStep {
   // The tensors that run() leaves for later calls; and those that a replayed graph has left.
   virtual std::vector<at::Tensor> results() const { return {}; }
   virtual void set_results(at::TensorList results) {}
+  // Tensors that stay after end() besides those of the caller.
+  virtual std::vector<at::Tensor> kept_tensors() const { return {}; }
 
  protected:
   std::vector<at::Tensor> grads_;
@@ -68,6 +72,8 @@ class StepPlan : public torch::CustomClassHolder {
   // Graphs of steps that are kept, and the bytes of scratch memory that these hold.
   int64_t graph_count() const { return graphs_.count(); }
   int64_t graph_bytes() const { return graphs_.scratch_bytes(); }
+  // The workspace and the graphs, without tensors that are counted already.
+  GroupMemory memory(TensorBytes& counted) const;
 
   // The parameters of the group on the device, in order, and their states; empty: none yet.
   // `host_steps`: steps that each has taken; -1: read from the state when needed. `more_state`:
@@ -112,6 +118,10 @@ class StepPlan : public torch::CustomClassHolder {
                                             const StateList& states, at::Tensor status) = 0;
 
   PlannedStep* planned() const { return planned_.get(); }
+  // Tensors that a step leaves for later ones besides the state.
+  virtual std::vector<at::Tensor> kept_tensors() const {
+    return planned_ == nullptr ? std::vector<at::Tensor>() : planned_->kept_tensors();
+  }
   // For options that change the step, or numbers in it.
   void forget_planned();
   void forget_graphs(GraphMode mode);  // and uses this mode from now on

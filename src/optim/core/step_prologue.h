@@ -61,6 +61,8 @@ class StepPrologue {
 
   // Frees the memory of the step.
   virtual void end() = 0;
+  // What stays after it.
+  virtual std::vector<at::Tensor> kept_tensors() const { return {}; }
 };
 
 // A planned step with a prologue, which its constructor makes.
@@ -75,6 +77,7 @@ class PrologueStep : public PlannedStep {
     prologue_->end();
     PlannedStep::end();
   }
+  std::vector<at::Tensor> kept_tensors() const override { return prologue_->kept_tensors(); }
 
  protected:
   std::unique_ptr<StepPrologue> prologue_;

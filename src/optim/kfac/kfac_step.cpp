@@ -384,6 +384,19 @@ void KfacStep::set_inputs(at::TensorList inputs) {
   }
 }
 
+std::vector<at::Tensor> KfacStep::kept_tensors() const {
+  std::vector<at::Tensor> kept = PrologueStep::kept_tensors();
+  for (const KfacLayer& layer : group_.layers) {
+    if (layer.is_inverse_free()) {  // squares of K and C
+      kept.insert(kept.end(), {layer.A_root, layer.G_root});
+    }
+  }
+  for (const auto& subset : subsets_) {
+    kept.push_back(subset->kept());
+  }
+  return kept;
+}
+
 // d = (G + ..I)^-1 V (A + ..I)^-1, or C C^T V K K^T, by the workers of each layer. Returns nu.
 StepScalar KfacStep::precondition(const KfacRun& run, HeldError& held) {
   held.run([&] {

@@ -44,6 +44,7 @@ class KfacStep : public PrologueStep {
   // The learning rates. Neighbours with the same tensor are listed once.
   std::vector<at::Tensor> inputs() override;
   void set_inputs(at::TensorList inputs) override;
+  std::vector<at::Tensor> kept_tensors() const override;
 
  private:
   void make_subsets();

@@ -77,6 +77,8 @@ class KfacSubset {
   virtual bool add_to(GraphKey&) const { return false; }
   // Frees the memory of the step.
   virtual void end() = 0;
+  // What stays after it; undefined: nothing.
+  virtual at::Tensor kept() const { return {}; }
 };
 
 // Some parameters, layers and unit-wise layers of a group, by their positions in it. Weight and

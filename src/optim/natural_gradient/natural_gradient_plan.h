@@ -69,6 +69,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
   StateChanges take_agreed(const JointInputs& inputs) override;
+  std::vector<at::Tensor> kept_tensors() const override { return {factorization_.L}; }
 
  private:
   // The sources of the rows of the next step: of this process alone, or of all ranks together.

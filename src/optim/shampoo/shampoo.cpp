@@ -76,8 +76,6 @@ void Shampoo::update_preconditioners() { renew_all_roots(); }
 
 void Shampoo::sync_lr() { sync_learning_rates(); }
 
-MemoryReport Shampoo::memory_report() const { return plans().memory_report(groups()); }
-
 ShampooReport Shampoo::report() const { return plans().report(groups()); }
 
 int64_t Shampoo::max_root_failures(const Options& options) const {

@@ -289,14 +289,14 @@ int64_t SharedPlans::host_steps(const at::Tensor& param) const {
   return -1;
 }
 
-int64_t SharedPlans::graph_bytes(size_t group) const {
-  int64_t bytes = 0;
+GroupMemory SharedPlans::memory(size_t group, TensorBytes& counted) const {
+  GroupMemory memory;
   for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
     for (size_t stage = 0; stage < kStages; ++stage) {
-      bytes += blocks_.graph_bytes(group_of_blocks(group, kind, stage));
+      memory += blocks_.memory(group_of_blocks(group, kind, stage), counted);
     }
   }
-  return bytes;
+  return memory;
 }
 
 // All ranks must call it. Empty for parameters whose state this rank has whole: frozen ones, and

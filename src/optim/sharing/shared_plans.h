@@ -62,7 +62,7 @@ class SharedPlans : public BlockedPlans {
   bool has_all_states() const override;
   int64_t host_steps(const at::Tensor& param) const override;
   int64_t graph_count() const override { return blocks_.graph_count(); }
-  int64_t graph_bytes(size_t group) const override;
+  GroupMemory memory(size_t group, TensorBytes& counted) const override;
   bool shares() const override { return true; }
   std::vector<int64_t> owners(const at::Tensor& param) const override {
     return owners_.owners(param);

@@ -1,8 +1,14 @@
-// Shampoo::memory_report against the actual tensors.
-#include "optimizer_testing.h"
+// memory_report() against the actual tensors.
+#include "model_testing.h"
+#include "torchium/optim/adagrad.h"
+#include "torchium/optim/adahessian.h"
+#include "torchium/optim/kfac.h"
+#include "torchium/optim/kfac_preconditioner.h"
+#include "torchium/optim/natural_gradient.h"
 #include "torchium/optim/shampoo.h"
 
 #include <sstream>
+#include <type_traits>
 
 namespace torchium::testing {
 namespace {
@@ -13,7 +19,7 @@ using optim::Shampoo;
 using optim::ShampooOptions;
 using torch::optim::OptimizerParamGroup;
 
-int64_t bytes_of_state(const Shampoo& optimizer, const std::string& prefix) {
+int64_t bytes_of_state(const torch::optim::Optimizer& optimizer, const std::string& prefix) {
   int64_t bytes = 0;
   for (const auto& param : optimizer.param_groups()[0].params()) {
     for (const auto& [key, tensor] : state_tensors(optimizer, param)) {
@@ -69,10 +75,58 @@ TEST(MemoryReport, GroupsAddUpAndArePrinted) {
   std::ostringstream stream;
   stream << report;
   const std::string table = stream.str();
-  EXPECT_NE(table.find("statistics                 2,000        0  2,000\n"), std::string::npos)
-      << table;
-  EXPECT_NE(table.find("state per element           20.1      5.6   19.7"), std::string::npos)
-      << table;
+  EXPECT_NE(table.find("statistics           2,000        0  2,000\n"), std::string::npos) << table;
+  EXPECT_NE(table.find("state per element     20.1      5.6   19.7"), std::string::npos) << table;
+  EXPECT_EQ(table.find("momentum"), std::string::npos) << table;
+}
+
+template <typename Optimizer>
+class MemoryReportOfAny : public ::testing::Test {};
+
+using OtherOptimizers = ::testing::Types<optim::Adagrad, optim::AdaHessian, optim::KFAC,
+                                         optim::KFACPreconditioner, optim::NaturalGradient>;
+TYPED_TEST_SUITE(MemoryReportOfAny, OtherOptimizers);
+
+TYPED_TEST(MemoryReportOfAny, IsTheSizeOfTheState) {
+  constexpr bool kCaptures = std::is_base_of_v<optim::CapturingOptimizer, TypeParam>;
+  auto model = make_mlp();
+  auto optimizer = [&] {
+    if constexpr (kCaptures) {
+      return TypeParam(*model);
+    } else {
+      return TypeParam(model->parameters());
+    }
+  }();
+  const GroupMemory before = optimizer.memory_report().total();
+  const auto [inputs, targets] = make_batch(0, kMlpSample);
+  cross_entropy(model->forward(inputs), targets)
+      .backward({}, /*retain_graph=*/std::nullopt, /*create_graph=*/!kCaptures);
+  optimizer.step();
+  model->zero_grad();
+  const MemoryReport report = optimizer.memory_report();
+  EXPECT_EQ(report.total().state.total(), bytes_of_state(optimizer, ""));
+  EXPECT_GT(report.total().state.total(), 0);
+  EXPECT_EQ(before.state.total(), kCaptures ? 0 : report.total().state.total());
+  int64_t of_parameters = 0;
+  for (const auto& parameter : report.parameters) {
+    of_parameters += parameter.state.total();
+  }
+  EXPECT_EQ(of_parameters, report.total().state.total());
+  ASSERT_EQ(report.parameters.size(), model->parameters().size());
+  EXPECT_EQ(report.parameters[1].name, kCaptures ? "0.bias" : "parameter 1 of group 0");
+}
+
+TEST(MemoryReport, CountsKeptBatchesAndTheirFactorisation) {
+  auto model = make_mlp();
+  optim::NaturalGradient optimizer(*model,
+                                   optim::NaturalGradientOptions().update_freq(4).solver("gram"));
+  const auto batch = make_batch(0, kMlpSample);
+  train_on(optimizer, model, batch);
+  const MemoryReport report = optimizer.memory_report();
+  const int64_t samples = batch.inputs.size(0);
+  EXPECT_GT(report.total().state.batches, 0);
+  EXPECT_EQ(report.joint.workspace, samples * samples * 8);
+  EXPECT_EQ(report.groups[0].workspace, 0);
 }
 
 }  // namespace

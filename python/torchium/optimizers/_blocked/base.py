@@ -167,6 +167,10 @@ class BlockedOptimizer(CoreOptimizer):
             for report in failures(self._next_failure, wait)
         ]
 
+    def _memory(self) -> tuple[Any, ...]:
+        memory: tuple[Any, ...] = self._plans.memory_report(*self._groups())
+        return memory
+
     # ---- state
 
     def _owners(self) -> list[tuple[Tensor, list[int]]]:

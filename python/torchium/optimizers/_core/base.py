@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from .amp import forget_scaler
 from .checkpoint import foreign_states, saved_groups, saved_states, split_state
 from .keywords import warn_of_ignored
+from .memory import MemoryReport
 from .options import OptionList
 from .parameters import (
     State,
@@ -65,6 +66,10 @@ class CoreOptimizer(Optimizer):
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:
         """Checks the saved values; returns fresh state of the parameters in ``saved`` with them."""
+
+    @abstractmethod
+    def _memory(self) -> tuple[Any, ...]:
+        """The arguments of ``MemoryReport.from_core()``."""
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Raises ValueError for groups of another optimizer, or that contradict each other."""
@@ -211,6 +216,24 @@ class CoreOptimizer(Optimizer):
         self._reports: list[Report] = []  # not yet raised
         self._checked_options: dict[int, tuple[Any, ...]] = {}
         self._checked_lrs: dict[int, Any] = {}
+
+    # ---- memory
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that the optimizer holds.
+
+        :class:`Shampoo`, :class:`Adagrad` and :class:`AdaHessian` count the future state of parameters that
+        require a gradient but have none yet; the others only state that exists, because that of a layer
+        follows from its first call. Allocates nothing.
+
+        Returns:
+            A report whose ``groups`` and ``total`` hold the bytes by kind, and ``parameters`` those of each
+            parameter's state; ``print`` shows a table.
+
+        Example:
+            >>> print(torchium.Shampoo(model.parameters()).memory_report())
+        """
+        return MemoryReport.from_core(*self._memory())
 
     # ---- checkpoints
 

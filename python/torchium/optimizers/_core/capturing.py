@@ -296,6 +296,9 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
             self._plan.core.request_report()
         return failures(self._plan.core.next_failure, wait)
 
+    def _memory(self) -> tuple[Any, ...]:
+        return self._own_plan().memory(self.param_groups, self.state, self._short_names())
+
     def _refuse_misuse(self) -> None:
         name = type(self).__name__
         if not self._group_name and processes() > 1:

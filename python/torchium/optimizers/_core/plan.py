@@ -68,18 +68,26 @@ class JointPlan:
     def bind(self, groups: list[dict[str, Any]], states: dict[Any, State]) -> None:
         self.params = [p for group in groups for p in group["params"]]
         self.positions = {p: i for i, p in enumerate(self.params)}
-        own = [states.get(p, {}) for p in self.params]
         self.core.bind(
             self.params,
-            [
-                {k: v for k, v in s.items() if isinstance(v, Tensor) and isinstance(k, str)}
-                if "step" in s
-                else {}
-                for s in own
-            ],
-            [index for index, group in enumerate(groups) for _ in group["params"]],
+            [_state_of(p, states) for p in self.params],
+            _groups_of_params(groups),
             [name for index, group in enumerate(groups) for name in parameter_names(index, group)],
         )
+
+    def memory(
+        self, groups: list[dict[str, Any]], states: dict[Any, State], names: dict[Tensor, str]
+    ) -> tuple[Any, ...]:
+        """The memory of these groups and states, and of the plan; ``names``: of all parameters."""
+        params = [*names]
+        memory: tuple[Any, ...] = self.core.memory_report(
+            params,
+            [_state_of(p, states) for p in params],
+            _groups_of_params(groups),
+            [*names.values()],
+            len(groups),
+        )
+        return memory
 
     def step(
         self, lrs: list[Any], found_inf: Tensor | None, loss_scale: Tensor | None
@@ -91,3 +99,15 @@ class JointPlan:
             tuple(lrs), found_inf, loss_scale
         )
         return changes
+
+
+def _state_of(param: Tensor, states: dict[Any, State]) -> State:
+    """The state of a parameter without what other code keeps there."""
+    state = states.get(param, {})
+    if "step" not in state:
+        return {}
+    return {k: v for k, v in state.items() if isinstance(v, Tensor) and isinstance(k, str)}
+
+
+def _groups_of_params(groups: list[dict[str, Any]]) -> list[int]:
+    return [index for index, group in enumerate(groups) for _ in group["params"]]

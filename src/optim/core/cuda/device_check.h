@@ -52,6 +52,7 @@ class DeviceCheck : public StepPrologue {
   void examine(const at::Tensor& tensor, size_t param, double largest) override;
   bool run(const StepRule& rule, const at::Tensor& found_inf) override;
   void end() override;
+  std::vector<at::Tensor> kept_tensors() const override { return {kept_.control, kept_.numbers}; }
 
   FoundInfGuard guard() const override;
   StepScalar correction(Average average, size_t param) const override;

@@ -155,6 +155,7 @@ class KfacKernels : public KfacSubset {
     products_.free_all();
     lrs_.clear();
   }
+  at::Tensor kept() const override { return products_.kept(); }
 
  private:
   void update(const StepScalar& nu) const {

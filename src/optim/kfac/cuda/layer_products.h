@@ -46,6 +46,7 @@ class LayerProducts {
   // ones launch something else.
   bool add_to(GraphKey& key) const;
   void free_all();
+  const at::Tensor& kept() const { return split_.kept(); }
 
  private:
   // Layers of one shape. V: [rows, columns] in each group.

@@ -50,6 +50,7 @@ class SplitProducts {
   // The parts of the roots stay from step to step if they take at most this share of the device's
   // memory.
   static constexpr double kShareOfDevice = 0.01;
+  const at::Tensor& kept() const { return kept_; }  // undefined: none
 
  private:
   enum Operand : size_t { kLeft, kRight, kV, kProduct, kOperands };

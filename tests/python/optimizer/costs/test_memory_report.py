@@ -1,4 +1,4 @@
-"""Shampoo.memory_report against the actual tensors; the peak of a step against the state."""
+"""memory_report() against the actual tensors; the peak of a step against the state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torchium
-from optimizer_cases import set_gradients
+from optimizer_cases import CAPTURING_CASES, give_gradients, mlp, set_gradients
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,13 +41,14 @@ def stepped(optimizer: torchium.Shampoo) -> torchium.Shampoo:
     return optimizer
 
 
-def real_bytes(optimizer: torchium.Shampoo, *keys: str) -> int:
-    return sum(
-        value.nbytes
+def real_bytes(optimizer: torch.optim.Optimizer, *keys: str) -> int:
+    tensors = {
+        (value.data_ptr(), value.nbytes): value.nbytes
         for state in optimizer.state.values()
         for key, value in state.items()
         if not keys or key.split(".")[0] in keys
-    )
+    }
+    return sum(tensors.values())
 
 
 @cases
@@ -67,6 +68,134 @@ def test_is_the_size_of_the_state(options, dtype):
     assert state.momentum_buffers == real_bytes(optimizer, "momentum_buffer")
     assert state.diagonals == real_bytes(optimizer, "diagonal")
     assert state.counters == real_bytes(optimizer, "step", "root_failures") > 0
+
+
+OTHERS = {
+    "adagrad": (torchium.Adagrad, {}, {"diagonals": ("sum",)}),
+    "adagrad_full": (
+        torchium.Adagrad,
+        {"full_matrix": True, "block_size": 8},
+        {"statistics": ("statistics",), "roots": ("roots",)},
+    ),
+    "adahessian": (
+        torchium.AdaHessian,
+        {},
+        {"averages": ("exp_avg",), "diagonals": ("hessian_diagonal", "exp_hessian_diag_sq")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@dtypes
+def test_counts_future_state(name, dtype):
+    cls, options, kinds = OTHERS[name]
+    model = mlp(dtype=dtype)
+    optimizer = cls(model.parameters(), **options)
+    planned = optimizer.memory_report()
+    assert not optimizer.state
+    model(torch.ones(4, 6, dtype=dtype)).square().mean().backward(create_graph=True)
+    optimizer.step()
+    model.zero_grad()
+    assert optimizer.memory_report() == planned
+    state = planned.total.state
+    assert state.total == real_bytes(optimizer)
+    for kind, keys in kinds.items():
+        assert getattr(state, kind) == real_bytes(optimizer, *keys) > 0, kind
+    assert state.total == state.counters + sum(getattr(state, kind) for kind in kinds)
+
+
+FACTORS = {
+    "statistics": ("A", "G", "fisher_blocks", "second_moments"),
+    "roots": ("A_inverse", "G_inverse", "A_eigenvectors", "G_eigenvectors", "A_eigenvalues",
+              "G_eigenvalues", "K", "C"),
+    "averages": ("m_K", "m_C"),
+    "momentum_buffers": ("momentum_buffer",),
+    "batches": ("inputs", "output_gradients", "uses", "use_eps", "use_samples"),
+    "counters": ("step", "factor_updates", "moment_updates", "root_failures"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAPTURING_CASES)
+def test_counts_state_of_layers_and_kept_batches(name):
+    model = mlp()
+    optimizer = CAPTURING_CASES[name](model.parameters())
+    before = optimizer.memory_report()
+    assert before.total.state.total == 0
+    assert before.parameters == ()
+    for step in range(2):
+        give_gradients(model, optimizer, step)
+        optimizer.step()
+    report = optimizer.memory_report()
+    state = report.total.state
+    assert state.total == real_bytes(optimizer) == sum(p.state.total for p in report.parameters)
+    for kind, keys in FACTORS.items():
+        assert getattr(state, kind) == real_bytes(optimizer, *keys), kind
+    assert report.total.elements == sum(p.numel() for p in model.parameters())
+    assert [p.name for p in report.parameters] == [f"parameter {i} of group 0" for i in range(6)]
+
+
+def test_counts_what_steps_leave_beside_the_state():
+    """The factorisation of a kept batch: [8, 8] with the Gram matrix."""
+    model = mlp()
+    optimizer = torchium.NaturalGradient(model.parameters(), update_freq=3, solver="gram")
+    give_gradients(model, optimizer, 0)
+    optimizer.step()
+    assert optimizer.memory_report().joint.workspace == 8 * 8 * 8
+    assert optimizer.memory_report().groups[0].workspace == 0
+    uses = [use for use in torchium.workspace_report() if use.owner == "NaturalGradient"]
+    assert 8 * 8 * 8 in [use.scratch_bytes for use in uses]
+
+
+KERNELS = {
+    "kfac": (torchium.KFAC, {}, 0),
+    "kfac_inverse_free": (
+        torchium.KFAC,
+        {"solver": "inverse_free"},
+        4 * (7**2 + 5**2 + 6**2 + 3**2),
+    ),
+    "adagrad": (torchium.Adagrad, {}, 0),
+    "shampoo": (torchium.Shampoo, {}, 0),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", KERNELS)
+def test_counts_what_kernels_keep(name):
+    """Numbers of the step, and the squares of K and C."""
+    cls, options, squares = KERNELS[name]
+    model = mlp("cuda")
+    optimizer = cls(model.parameters(), **options)
+    give_gradients(model, optimizer, 0)
+    optimizer.step()
+    total = optimizer.memory_report().total
+    assert total.workspace > squares
+    assert total.graphs == 0
+
+
+def test_groups_of_optimizers_that_step_all_together():
+    model = mlp()
+    optimizer = torchium.KFAC(
+        [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+    )
+    give_gradients(model, optimizer, 0)
+    optimizer.step()
+    report = optimizer.memory_report()
+    assert [group.elements for group in report.groups] == [6 * 5 + 5, 5 * 3 + 3]
+    # A, G and their inverses
+    assert report.groups[1].state.statistics == report.groups[1].state.roots == 4 * (6**2 + 3**2)
+    assert [p.group for p in report.parameters] == [0, 0, 1, 1]
+    assert report.joint == torchium.optimizers.GroupMemory(0, 0, torchium.optimizers.StateMemory())
+
+
+def test_shared_tensors_count_once():
+    """The input of two layers, which a kept batch has twice."""
+    first, second = nn.Linear(6, 3), nn.Linear(6, 3)
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = torchium.NaturalGradient(params, update_freq=5)
+    inputs = torch.randn(8, 6)
+    (first(inputs) * second(inputs)).sum(1).mean().backward()
+    optimizer.step()
+    assert optimizer.memory_report().total.state.total == real_bytes(optimizer)
 
 
 def test_groups_and_total():
@@ -115,6 +244,8 @@ def test_table():
     lines = str(optimizer.memory_report()).splitlines()
     assert lines[0].split() == ["bytes", "group", "0", "group", "1", "total"]
     assert lines[2].split() == ["statistics", "2,000", "0", "2,000"]
+    kinds = ["statistics", "roots", "diagonals", "counters"]  # others are zero
+    assert [line.split()[0] for line in lines[2:-1]] == [*kinds, "state", "workspace", "graphs"]
     assert lines[-1].split() == ["state", "per", "element", "20.1", "5.6", "19.7"]
     assert len({len(line) for line in lines}) == 1
     empty = torchium.Shampoo([nn.Parameter(torch.ones(2), requires_grad=False)]).memory_report()
