@@ -1,7 +1,7 @@
 """Host time of `optimizer.step()`, compared with AdamW.
 
 On a GPU a step returns before it is done; each is called on an idle device, to measure the host alone. No
-roots are due. Shampoo replays its CUDA graph there; rows marked "launched" are those of graphs=False.
+roots are due. Our optimizers replay CUDA graphs there; rows marked "launched" are those of graphs=False.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CUDA: Makers = OURS | {
     "AdamW fused": partial(AdamW, fused=True),
     "AdamW foreach": partial(AdamW, foreach=True),
 }
-LAUNCHED: Makers = {name: partial(OURS[name], graphs=False) for name in ("Shampoo", "from_adamw")}
+LAUNCHED: Makers = {name: partial(make, graphs=False) for name, make in OURS.items()}
 CPU: Makers = OURS | {"Adam foreach": partial(Adam, foreach=True)}
 
 

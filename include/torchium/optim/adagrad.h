@@ -37,6 +37,11 @@ struct TORCHIUM_API AdagradOptions : public OptionsOf<AdagradOptions> {
   TORCH_ARG(std::string, root_method) = "eigh";
   /// Ascend instead of descend.
   TORCH_ARG(bool, maximize) = false;
+  /// Steps on a GPU are captured in CUDA graphs after some steps, and replayed: the same results
+  /// with far less work for the host. "auto": where the memory that the graphs keep is at most 5 %
+  /// of the state or 1 % of that of the device; "always"; "never". Steps with roots by eigenvalues
+  /// are launched. Steps that a caller captures are not affected.
+  TORCH_ARG(std::string, graphs) = "auto";
 };
 extern template struct OptionsOf<AdagradOptions>;
 

@@ -31,6 +31,10 @@ struct TORCHIUM_API AdaHessianOptions : public OptionsOf<AdaHessianOptions> {
   TORCH_ARG(int64_t, update_each) = 1;
   /// Random vectors per estimate, >= 1; each costs a backward pass through the gradient.
   TORCH_ARG(int64_t, n_samples) = 1;
+  /// On a GPU, what follows the estimate is captured in CUDA graphs after some steps, and replayed:
+  /// the same results with less work for the host. "auto": where the memory that the graphs keep is
+  /// at most 5 % of the state or 1 % of that of the device; "always"; "never".
+  TORCH_ARG(std::string, graphs) = "auto";
 };
 extern template struct OptionsOf<AdaHessianOptions>;
 

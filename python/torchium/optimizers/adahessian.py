@@ -45,7 +45,7 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
 
     State is float32 (float64 for float64 parameters), also under bfloat16 and float16 parameters. A
     gradient or diagonal that is not finite, or too large to square (as for :class:`Shampoo`), skips the
-    whole step of its group; three in a row raise ``RuntimeError``. A step cannot be captured in a CUDA graph.
+    whole step of its group; three in a row raise ``RuntimeError``. A caller cannot capture a step in a CUDA graph.
 
     Source: Yao, Gholami, Shen, Mustafa, Keutzer, Mahoney, "AdaHessian: An Adaptive Second Order Optimizer
     for Machine Learning", AAAI 2021, `arXiv:2006.00719 <https://arxiv.org/abs/2006.00719>`_.
@@ -61,6 +61,10 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
         hessian_power (float): :math:`k`, in [0, 1]; 0 is SGD with momentum (default: 1).
         update_each (int): steps between two estimates of the diagonal, at least 1 (default: 1).
         n_samples (int): random vectors for each estimate, at least 1 (default: 1).
+        graphs (str or bool): on a GPU, what follows the estimate of the diagonal is captured in CUDA graphs
+            after some steps, and replayed: the same results, bit for bit, with less work for the host.
+            ``"auto"``: where the memory that the graphs keep is at most 5 % of the state or 1 % of the
+            device's; ``"always"`` or True; ``"never"`` or False (default: "auto").
         grad_scaler (GradScaler, optional): scales the loss, under mixed precision. Needed only if its
             ``unscale_()`` is called before ``step()``. It may be set later as an attribute; a copy of the
             optimizer has none (default: None).
@@ -93,6 +97,7 @@ class AdaHessian(ScaledLoss, BlockedOptimizer):
         update_each: int = 1,
         n_samples: int = 1,
         *,
+        graphs: str | bool = "auto",
         grad_scaler: GradScaler | None = None,
     ) -> None:
         self.grad_scaler = grad_scaler

@@ -21,7 +21,8 @@ auto option_fields(Options& o) {
       Option{"block_size", o.block_size(), Integer{}, kShapesState},
       Option{"update_freq", o.update_freq(), Integer{}},
       Option{"root_method", o.root_method(), kRootMethods},
-      Option{"maximize", o.maximize(), Flag{}});
+      Option{"maximize", o.maximize(), Flag{}},
+      Option{"graphs", o.graphs(), kGraphModes});
   // clang-format on
 }
 

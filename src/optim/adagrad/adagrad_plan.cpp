@@ -1,6 +1,5 @@
 #include "optim/adagrad/adagrad_plan.h"
 
-#include "optim/adagrad/adagrad_options.h"
 #include "optim/adagrad/adagrad_step.h"
 
 #include <ATen/ATen.h>
@@ -8,10 +7,6 @@
 #include <utility>
 
 namespace torchium::optim::detail {
-
-OptionTexts AdagradPlan::options_of_state(const Options& options) const {
-  return detail::options_of_state(static_cast<const AdagradOptions&>(options));
-}
 
 // Statistics initial_accumulator_value * I, identity roots.
 BlockStorage AdagradPlan::init_storage(at::TensorList params) const {

@@ -9,8 +9,8 @@
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -29,6 +29,8 @@ StepScalar decayed_learning_rate(const AdagradOptions& o, const at::Tensor& step
   }
   return {0.0, lr.device / ((step.to(at::kDouble) - 1.0) * o.lr_decay() + 1.0)};
 }
+
+RootRule root_rule(const AdagradOptions& o) { return {o.eps(), 0.0, -0.5, o.root_method()}; }
 
 at::Tensor gradient(const AdagradRun& run, const at::Tensor& param, size_t i,
                     const FoundInfGuard& guard) {
@@ -78,12 +80,12 @@ class EagerDiagonal : public AdagradSubset {
 
 class FullMatrix : public AdagradSubset {
  public:
-  FullMatrix(const AdagradOptions& o, const AdagradGroup& group)
-      : group_(group), blockings_(adagrad_blockings(group.params, o.block_size())) {
-    std::vector<size_t> all(group.params.size());
-    std::iota(all.begin(), all.end(), 0);
-    batches_ = find_batches(blockings_, group.states, all);
-  }
+  FullMatrix(const AdagradOptions& options, const AdagradGroup& group,
+             const std::vector<size_t>& all)
+      : options_(options),
+        group_(group),
+        blockings_(adagrad_blockings(group.params, options.block_size())),
+        batches_(find_batches(blockings_, group.states, all)) {}
 
   // G <- G + g g^T; R = (G + eps I)^(-1/2) when due; p <- p - lr R g
   void update(const AdagradRun& run) override {
@@ -117,25 +119,40 @@ class FullMatrix : public AdagradSubset {
     }
   }
 
+  // A graph holds no roots, or all of them.
+  bool add_to(GraphKey& key, at::IntArrayRef host_steps) const override {
+    const auto due = static_cast<size_t>(
+        std::ranges::count_if(host_steps, [&](int64_t before) { return is_due(before + 1); }));
+    const bool fits = due == 0 || (due == host_steps.size() &&
+                                   std::ranges::all_of(batches_, [&](const MatrixBatch& batch) {
+                                     return renews_on_device(batch, root_rule(options_));
+                                   }));
+    key.push_back(static_cast<uint8_t>(due != 0));
+    add_global_settings(key);
+    return fits;
+  }
+
  private:
+  bool is_due(int64_t t) const { return root_is_due(t, 1, options_.update_freq()); }
+
   void update_due_roots(const AdagradRun& run, const FoundInfGuard& guard) {
     std::vector<int64_t> due_steps;
     bool any_due = false;
     for (size_t i = 0; i < group_.params.size(); ++i) {
       const int64_t t = step_on_host(group_.states[i].step, run.host_steps, i);
-      due_steps.push_back(root_is_due(t, 1, run.options.update_freq()) ? t : 0);
+      due_steps.push_back(is_due(t) ? t : 0);
       any_due |= due_steps.back() != 0;
     }
     if (any_due) {
       const torchium::detail::Phase phase("torchium::roots");
       const std::vector<StepScalar> no_correction(group_.params.size());
-      update_roots(batches_, {run.options.eps(), 0.0, -0.5, run.options.root_method()}, due_steps,
-                   no_correction, guard);
+      update_roots(batches_, root_rule(options_), due_steps, no_correction, guard);
       at::Tensor status = group_.status;
       record_root_failures(batches_, status);
     }
   }
 
+  const AdagradOptions& options_;
   const AdagradGroup& group_;
   std::vector<Blocking> blockings_;
   std::vector<MatrixBatch> batches_;  // refer to blockings_
@@ -156,20 +173,29 @@ AdagradStep::AdagradStep(const AdagradOptions& options, AdagradGroup group)
     : options_(options), group_(std::move(group)) {
   prologue_ =
       StepPrologue::make(group_.params, group_.states, group_.status, options.weight_decay());
-  if (options.full_matrix()) {
-    subsets_.push_back(std::make_unique<FullMatrix>(options, group_));
-    return;
-  }
-  std::vector<size_t> by_kernels, eager;
+  std::vector<size_t> by_kernels;
   for (size_t i = 0; i < group_.params.size(); ++i) {
-    (has_adagrad_kernels(group_, i) ? by_kernels : eager).push_back(i);
+    const bool has_kernels = !options.full_matrix() && has_adagrad_kernels(group_, i);
+    (has_kernels ? by_kernels : read_by_operators_).push_back(i);
+  }
+  if (options.full_matrix()) {
+    subsets_.push_back(std::make_unique<FullMatrix>(options, group_, read_by_operators_));
+    return;
   }
   if (!by_kernels.empty()) {
     subsets_.push_back(make_adagrad_kernels(group_, by_kernels, *prologue_));
   }
-  if (!eager.empty()) {
-    subsets_.push_back(std::make_unique<EagerDiagonal>(group_, std::move(eager)));
+  if (!read_by_operators_.empty()) {
+    subsets_.push_back(std::make_unique<EagerDiagonal>(group_, read_by_operators_));
   }
+}
+
+std::optional<GraphKey> AdagradStep::graph_key(at::IntArrayRef host_steps) const {
+  GraphKey key;
+  prologue_->add_to(key);
+  const bool fits = std::ranges::all_of(
+      subsets_, [&](const auto& subset) { return subset->add_to(key, host_steps); });
+  return fits ? std::optional(std::move(key)) : std::nullopt;
 }
 
 void AdagradStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,

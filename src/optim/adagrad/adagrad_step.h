@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -36,6 +37,9 @@ class AdagradSubset {
   virtual ~AdagradSubset() = default;
   // From the gradients to the new parameters.
   virtual void update(const AdagradRun& run) = 0;
+  // Adds what the launches of the next update depend on besides options and gradients. False: a
+  // CUDA graph cannot hold them.
+  virtual bool add_to(GraphKey&, at::IntArrayRef host_steps) const { return true; }
 };
 
 // The blocks of each parameter, flattened.
@@ -51,6 +55,7 @@ class AdagradStep : public PrologueStep {
   AdagradStep& operator=(const AdagradStep&) = delete;
 
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
+  std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const override;
 
  private:
   const AdagradOptions& options_;

@@ -18,7 +18,8 @@ auto option_fields(Options& o) {
       Option{"weight_decay", o.weight_decay(), Number{}},
       Option{"hessian_power", o.hessian_power(), kRateOrOne},
       Option{"update_each", o.update_each(), Integer{}},
-      Option{"n_samples", o.n_samples(), Integer{}});
+      Option{"n_samples", o.n_samples(), Integer{}},
+      Option{"graphs", o.graphs(), kGraphModes});
   // clang-format on
 }
 

@@ -1,16 +1,11 @@
 #include "optim/adahessian/adahessian_plan.h"
 
-#include "optim/adahessian/adahessian_options.h"
 #include "support/phase.h"
 #include "support/stream_capture.h"
 
 #include <utility>
 
 namespace torchium::optim::detail {
-
-OptionTexts AdaHessianPlan::options_of_state(const Options& options) const {
-  return detail::options_of_state(static_cast<const AdaHessianOptions&>(options));
-}
 
 void AdaHessianPlan::init_elementwise(const at::Tensor& param, ParameterState& state) const {
   state.hessian_diagonal = parameter_shaped_zeros(param);

@@ -2,6 +2,7 @@
 // diagonal of the Hessian together.
 #pragma once
 
+#include "optim/adahessian/adahessian_options.h"
 #include "optim/adahessian/adahessian_step.h"
 #include "optim/adahessian/hessian_diagonal.h"
 #include "optim/blocked/blocked_plan.h"
@@ -14,9 +15,9 @@
 
 namespace torchium::optim::detail {
 
-class AdaHessianPlan : public BlockedPlan {
+class AdaHessianPlan : public BlockedPlanOf<AdaHessianOptions> {
  public:
-  using BlockedPlan::BlockedPlan;
+  using BlockedPlanOf::BlockedPlanOf;
 
   const char* optimizer_name() const override { return "AdaHessian"; }
   bool host_decides() const override { return true; }  // on the schedule of estimates
@@ -32,20 +33,12 @@ class AdaHessianPlan : public BlockedPlan {
   std::unique_ptr<PlannedStep> plan(const std::vector<at::Tensor>& params, const StateList& states,
                                     at::Tensor status) override;
 
-  const Options& options() const override { return options_; }
-  void adopt(const Options& options) override {
-    options_ = static_cast<const AdaHessianOptions&>(options);
-  }
   double l2_penalty() const override { return 0.0; }
-  OptionTexts options_of_state(const Options& options) const override;
   BlockStorage init_storage(at::TensorList) const override { return {}; }
   void init_elementwise(const at::Tensor& param, ParameterState& state) const override;
   bool needs_buffer(const StateBuffer& buffer) const override {
     return buffer.tensor == &ParameterState::exp_avg;
   }
-
- private:
-  AdaHessianOptions options_;
 };
 
 class AdaHessianPlans : public BlockedPlans {

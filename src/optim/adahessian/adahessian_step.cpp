@@ -5,6 +5,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <iterator>
+#include <numeric>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -13,6 +16,8 @@ AdaHessianStep::AdaHessianStep(const AdaHessianOptions& options, std::vector<at:
                                StateList states, at::Tensor status)
     : options_(options), params_(std::move(params)), states_(std::move(states)) {
   prologue_ = StepPrologue::make(params_, states_, std::move(status), /*weight_decay=*/0.0);
+  read_by_operators_.resize(params_.size());
+  std::iota(read_by_operators_.begin(), read_by_operators_.end(), 0);
 }
 
 void AdaHessianStep::run(const at::Tensor& lr, at::IntArrayRef, const at::Tensor& found_inf) {
@@ -52,6 +57,32 @@ void AdaHessianStep::update(size_t i, const FoundInfGuard& guard, const StepScal
   const at::Tensor direction = guard.zero_if_skipped(c1.divide(state.exp_avg) / denominator);
   decay_(params_[i], options_.weight_decay(), lr);
   subtract_scaled_(params_[i], direction, lr);
+}
+
+std::optional<GraphKey> AdaHessianStep::graph_key(at::IntArrayRef) const {
+  GraphKey key;
+  prologue_->add_to(key);
+  for (const at::Tensor& diagonal : diagonals_) {
+    key.push_back(static_cast<uint8_t>(diagonal.defined()));
+  }
+  return key;
+}
+
+std::vector<at::Tensor> AdaHessianStep::inputs() {
+  std::vector<at::Tensor> inputs = PrologueStep::inputs();
+  std::ranges::copy_if(diagonals_, std::back_inserter(inputs),
+                       [](const at::Tensor& diagonal) { return diagonal.defined(); });
+  return inputs;
+}
+
+void AdaHessianStep::set_inputs(at::TensorList inputs) {
+  PrologueStep::set_inputs(inputs);
+  size_t next = params_.size();
+  for (at::Tensor& diagonal : diagonals_) {
+    if (diagonal.defined()) {
+      diagonal = inputs[next++];
+    }
+  }
 }
 
 void AdaHessianStep::end() {

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -23,6 +24,11 @@ class AdaHessianStep : public PrologueStep {
   void set_diagonals(std::vector<at::Tensor> diagonals) { diagonals_ = std::move(diagonals); }
 
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
+  // Of each combination of new estimates.
+  std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const override;
+  // Those and the gradients.
+  std::vector<at::Tensor> inputs() override;
+  void set_inputs(at::TensorList inputs) override;
   void end() override;
 
  private:

@@ -107,4 +107,24 @@ class BlockedPlan : public StepPlan {
   void fit_buffers(StateEntry& entry, bool is_new) const;
 };
 
+// A plan with options of this type; `graphs` among them is whether it captures its
+// steps.
+template <typename OwnOptions>
+class BlockedPlanOf : public BlockedPlan {
+ public:
+  using BlockedPlan::BlockedPlan;
+
+ protected:
+  const Options& options() const override { return options_; }
+  void adopt(const Options& options) override {
+    options_ = static_cast<const OwnOptions&>(options);
+    forget_graphs(graph_mode(options_.graphs()));
+  }
+  OptionTexts options_of_state(const Options& options) const override {
+    return detail::options_of_state(static_cast<const OwnOptions&>(options));
+  }
+
+  OwnOptions options_;
+};
+
 }  // namespace torchium::optim::detail

@@ -1,6 +1,7 @@
 #include "optim/core/graph_inputs.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 
 #include <map>
 #include <unordered_map>
@@ -59,6 +60,14 @@ void add_layout(GraphKey& key, const at::Tensor& tensor) {
     add_bytes(key, tensor.size(d));
     add_bytes(key, tensor.stride(d));
   }
+}
+
+void add_global_settings(GraphKey& key) {
+  const at::Context& context = at::globalContext();
+  for (const auto op : {at::Float32Op::CONV, at::Float32Op::MATMUL}) {
+    add_bytes(key, context.float32Precision(at::Float32Backend::CUDA, op));
+  }
+  key.push_back(context.deterministicAlgorithms());
 }
 
 void GraphInputs::add_layouts(GraphKey& key, at::TensorList inputs) {

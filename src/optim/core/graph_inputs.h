@@ -28,6 +28,9 @@ void add_bytes(GraphKey& key, const T& value) {
 // The dtype, sizes, strides and alignment of a tensor.
 void add_layout(GraphKey& key, const at::Tensor& tensor);
 
+// Settings of PyTorch that its kernels depend on.
+void add_global_settings(GraphKey& key);
+
 // Copies of tensors on a device and of 0-dim float64 numbers on the CPU, and found_inf.
 class GraphInputs {
  public:

@@ -109,4 +109,18 @@ std::unique_ptr<StepPrologue> StepPrologue::make(const std::vector<at::Tensor>& 
   return std::make_unique<EagerPrologue>(params, states, std::move(status), weight_decays);
 }
 
+std::vector<at::Tensor> PrologueStep::inputs() {
+  std::vector<at::Tensor> inputs;
+  for (const size_t i : read_by_operators_) {
+    inputs.push_back(grads_[i]);
+  }
+  return inputs;
+}
+
+void PrologueStep::set_inputs(at::TensorList inputs) {
+  for (size_t k = 0; k < read_by_operators_.size(); ++k) {
+    grads_[read_by_operators_[k]] = inputs[k];
+  }
+}
+
 }  // namespace torchium::optim::detail

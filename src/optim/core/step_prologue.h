@@ -78,9 +78,13 @@ class PrologueStep : public PlannedStep {
     PlannedStep::end();
   }
   std::vector<at::Tensor> kept_tensors() const override { return prologue_->kept_tensors(); }
+  // Kernels find the addresses of gradients on the device; PyTorch's operators read copies.
+  std::vector<at::Tensor> inputs() override;
+  void set_inputs(at::TensorList inputs) override;
 
  protected:
   std::unique_ptr<StepPrologue> prologue_;
+  std::vector<size_t> read_by_operators_;  // of the gradients
 };
 
 }  // namespace torchium::optim::detail

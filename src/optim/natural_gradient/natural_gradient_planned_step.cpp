@@ -3,7 +3,6 @@
 #include "optim/natural_gradient/parameter_segments.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
@@ -30,15 +29,6 @@ void add_call(GraphKey& key, const LayerCall& call) {
   add_bytes(key, call.settings);
   add_bytes(key, call.eps);
   key.push_back(call.mean.defined());
-}
-
-// Settings of PyTorch that kernels depend on.
-void add_global_settings(GraphKey& key) {
-  const at::Context& context = at::globalContext();
-  for (const auto op : {at::Float32Op::CONV, at::Float32Op::MATMUL}) {
-    add_bytes(key, context.float32Precision(at::Float32Backend::CUDA, op));
-  }
-  key.push_back(context.deterministicAlgorithms());
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "optim/shampoo/shampoo_plan.h"
 
 #include "optim/core/step_prologue.h"
-#include "optim/shampoo/shampoo_options.h"
 #include "optim/shampoo/shampoo_step.h"
 
 #include <numeric>
@@ -10,18 +9,9 @@
 
 namespace torchium::optim::detail {
 
-void ShampooPlan::adopt(const Options& options) {
-  options_ = static_cast<const ShampooOptions&>(options);
-  forget_graphs(graph_mode(options_.graphs()));
-}
-
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
                                                const StateList& states, at::Tensor status) {
   return std::make_unique<ShampooStep>(options_, role_, params, states, std::move(status));
-}
-
-OptionTexts ShampooPlan::options_of_state(const Options& options) const {
-  return detail::options_of_state(static_cast<const ShampooOptions&>(options));
 }
 
 BlockStorage ShampooPlan::init_storage(at::TensorList params) const {

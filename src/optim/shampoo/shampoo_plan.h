@@ -2,15 +2,16 @@
 #pragma once
 
 #include "optim/blocked/blocked_plan.h"
+#include "optim/shampoo/shampoo_options.h"
 #include "optim/shampoo/shampoo_rules.h"
 #include "torchium/optim/shampoo.h"
 
 namespace torchium::optim::detail {
 
-class ShampooPlan : public BlockedPlan {
+class ShampooPlan : public BlockedPlanOf<ShampooOptions> {
  public:
   explicit ShampooPlan(c10::Device device, Role role = Role::kParameter)
-      : BlockedPlan(device), role_(role) {}
+      : BlockedPlanOf(device), role_(role) {}
 
   const char* optimizer_name() const override { return "Shampoo"; }
   bool host_decides() const override { return !options_.capturable(); }
@@ -22,10 +23,7 @@ class ShampooPlan : public BlockedPlan {
   void renew_roots(const std::vector<at::Tensor>& params, const StateList& states,
                    at::Tensor status) override;
 
-  const Options& options() const override { return options_; }
-  void adopt(const Options& options) override;
   double l2_penalty() const override { return detail::l2_penalty(options_); }
-  OptionTexts options_of_state(const Options& options) const override;
   BlockStorage init_storage(at::TensorList params) const override;
   void init_elementwise(const at::Tensor& param, ParameterState& state) const override;
   bool needs_buffer(const StateBuffer& buffer) const override;
@@ -34,7 +32,6 @@ class ShampooPlan : public BlockedPlan {
                         const std::string& name) const override;
 
  private:
-  ShampooOptions options_;
   Role role_;  // of its parameters
 };
 

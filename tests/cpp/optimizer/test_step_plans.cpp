@@ -309,7 +309,8 @@ TEST(StepPlans, NoticeOptions) {
        {"weight_decay", [](auto& o) { o.weight_decay(0.1); }},
        {"hessian_power", [](auto& o) { o.hessian_power(0.5); }},
        {"update_each", [](auto& o) { o.update_each(1); }},
-       {"n_samples", [](auto& o) { o.n_samples(2); }}});
+       {"n_samples", [](auto& o) { o.n_samples(2); }},
+       {"graphs", [](auto& o) { o.graphs("never"); }}});
 }
 
 // Options that change while a parameter has no gradient.

@@ -205,6 +205,7 @@ void DeviceCheck::add_to(GraphKey& key) const {
 
 bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
   rule_ = rule;
+  const auto examined = std::exchange(examined_, {});  // a failed capture is followed by a launch
   copies_.clear();
   for (const Parameter& each : params_) {
     if (each.copied_scan) {
@@ -214,7 +215,7 @@ bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   launch_scans(scans_, control(), numbers(), stream);
-  launch_scans(examined_, control(), numbers(), stream);
+  launch_scans(examined, control(), numbers(), stream);
   launch_decision(rule, control(), found_inf, status_, stream);
   for (const auto& table : steps_) {
     C10_CUDA_CHECK(cuda_kernels::advance_steps(rule, table, control(), numbers(), stream));
@@ -228,7 +229,6 @@ bool DeviceCheck::run(const StepRule& rule, const at::Tensor& found_inf) {
 void DeviceCheck::end() {
   readable_.clear();
   copies_.clear();
-  examined_ = {};
   memory_ = {};
 }
 

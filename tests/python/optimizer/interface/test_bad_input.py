@@ -87,6 +87,7 @@ BAD_OPTIONS = {
         "update_freq": NO_COUNT,
         "root_method": ["Newton", "svd", None, 1],
         "maximize": NO_FLAG,
+        "graphs": ["on", None, 1, 2.0],
     },
     torchium.KFAC: {
         "lr": NON_NEGATIVE,

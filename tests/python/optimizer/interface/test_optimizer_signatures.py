@@ -125,6 +125,7 @@ SIGNATURES = {
             "update_freq": 1,
             "root_method": "eigh",
             "maximize": False,
+            "graphs": "auto",
         },
     ),
     torchium.AdaHessian: (
@@ -137,7 +138,7 @@ SIGNATURES = {
             "update_each": 1,
             "n_samples": 1,
         },
-        {"grad_scaler": None},
+        {"graphs": "auto", "grad_scaler": None},
     ),
     torchium.KFAC: (
         {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torchium
+from graph_steps import assert_both_same, give_gradients, graph_count, train, values
 from optimizer_cases import assert_same
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,29 +51,6 @@ def shampoo(params: list[nn.Parameter], graphs: str | bool = "auto", **options: 
     return torchium.Shampoo(params, **{"lr": 0.01, "update_freq": 5, **options}, graphs=graphs)
 
 
-def give_gradients(params: list[nn.Parameter], index: int) -> None:
-    """In new memory, as after a backward pass following ``zero_grad(set_to_none=True)``."""
-    generator = torch.Generator().manual_seed(1000 + index)
-    for p in params:
-        p.grad = None
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).cuda() + 0.1 * p.detach()
-
-
-def train(optimizer, params: list[nn.Parameter], first: int, count: int) -> None:
-    for index in range(first, first + count):
-        give_gradients(params, index)
-        optimizer.step()
-
-
-def graph_count(optimizer) -> int:
-    return optimizer._plans.graph_count()
-
-
-def values(optimizer, params: list[nn.Parameter]) -> list[Any]:
-    return [[p.detach().clone() for p in params], optimizer.state_dict()["state"]]
-
-
 def both(**options: Any):
     """The same optimizer twice: with and without graphs."""
     pairs = []
@@ -80,13 +58,6 @@ def both(**options: Any):
         params = parameters()
         pairs.append((shampoo(params, graphs, **options), params))
     return pairs
-
-
-def assert_both_same(pairs) -> None:
-    (with_graphs, params), (without, expected) = pairs
-    with_graphs.check_errors()
-    without.check_errors()
-    assert_same(values(with_graphs, params), values(without, expected))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
