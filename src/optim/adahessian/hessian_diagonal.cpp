@@ -29,7 +29,7 @@ at::Tensor signs_like(const at::Tensor& gradient, uint64_t seed, uint64_t stream
 
 bool has_graph(const DiagonalRequest& request) { return request.gradient.requires_grad(); }
 
-// Averages over the kernel of a convolution.
+// Averages over the kernel of a convolution. Dense, as a step examines it.
 at::Tensor spatial_mean(const at::Tensor& diagonal) {
   if (diagonal.dim() <= 2 || diagonal.numel() == 0) {
     return diagonal;
@@ -38,7 +38,7 @@ at::Tensor spatial_mean(const at::Tensor& diagonal) {
   for (int64_t d = 2; d < diagonal.dim(); ++d) {
     kernel.push_back(d);
   }
-  return diagonal.mean(kernel, /*keepdim=*/true).expand_as(diagonal);
+  return diagonal.mean(kernel, /*keepdim=*/true).expand_as(diagonal).contiguous();
 }
 
 }  // namespace

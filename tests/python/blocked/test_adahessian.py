@@ -397,3 +397,20 @@ def test_a_gpu_follows_the_cpu():
         train(torchium.AdaHessian(model.parameters(), n_samples=2), model, range(4))
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(p, q.cpu(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.cuda
+def test_a_step_reads_no_memory_beyond_the_means_over_a_kernel():
+    """They are one number per pair of channels, while a gradient has the size of the kernel."""
+    layer = nn.Conv2d(2, 2, 64, bias=False, device="cuda")
+    inputs = torch.randn(1, 2, 64, 64, device="cuda")
+    optimizer = torchium.AdaHessian(layer.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(inputs).square().sum().backward(create_graph=True)
+        freed = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 12, 1 << 15, 1 << 17)]
+        del freed
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.check_errors()
+    assert optimizer.state[layer.weight]["step"].item() == 3
