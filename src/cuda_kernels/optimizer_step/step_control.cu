@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kElementThreads)
                 StepNumbers* numbers) {
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const ScanEntry& entry = entry_of_tile(entries, tile);
-  if (entry.kind == ScanKind::kGradient && numbers[entry.index].is_examined) return;
+  if (entry.data == nullptr && numbers[entry.index].is_examined) return;
   const void* data = entry.data == nullptr ? numbers[entry.index].gradient : entry.data;
   const double most = largest_magnitude(entry, data, (tile - entry.first_tile) * kScanTile);
   const bool fits = fits_step(most, entry.step, entry.largest);
