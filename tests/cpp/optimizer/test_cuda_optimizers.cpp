@@ -158,18 +158,19 @@ Tensors matrices_and_vectors() {
 }
 
 // 40 steps whose gradients lie in new memory each; halfway `change` is made.
-void expect_replayed_steps_equal_launched_ones(const std::function<void(ShampooOptions&)>& change) {
+template <typename Optimizer, typename Options>
+void expect_replayed_steps_equal_launched_ones(const Options& options,
+                                               const std::function<void(Options&)>& change) {
   std::vector<Tensors> results;
   for (const std::string graphs : {"always", "never"}) {
     Tensors params = matrices_and_vectors();
-    Shampoo optimizer(
-        params, shampoo_options().block_size(1024).momentum(0.5).update_freq(5).graphs(graphs));
+    Optimizer optimizer(params, Options(options).graphs(graphs));
     const auto graph_bytes = [&] { return optimizer.memory_report().total().graphs; };
     Tensors kept;  // so that no memory is used twice
     for (int step = 0; step < 40; ++step) {
       if (step == 20) {
         EXPECT_EQ(graph_bytes() > 0, graphs == "always");
-        change(static_cast<ShampooOptions&>(optimizer.param_groups()[0].options()));
+        change(static_cast<Options&>(optimizer.param_groups()[0].options()));
       }
       optimizer.zero_grad(/*set_to_none=*/true);
       train(optimizer, params, step, step + 1);
@@ -201,7 +202,23 @@ TEST_F(CudaOptimizers, ReplayedStepsEqualLaunchedOnes) {
       {"maximize", [](auto& o) { o.maximize(true); }}};
   for (const auto& [what, change] : changes) {
     SCOPED_TRACE(what);
-    expect_replayed_steps_equal_launched_ones(change);
+    expect_replayed_steps_equal_launched_ones<Shampoo>(
+        shampoo_options().block_size(1024).momentum(0.5).update_freq(5), change);
+  }
+}
+
+TEST_F(CudaOptimizers, ReplayedStepsOfAdagradEqualLaunchedOnes) {
+  const std::vector<std::pair<const char*, std::function<void(AdagradOptions&)>>> changes{
+      {"none", [](auto&) {}},
+      {"lr", [](auto& o) { o.lr(0.02); }},
+      {"eps", [](auto& o) { o.eps(1e-3); }},
+      {"weight_decay", [](auto& o) { o.weight_decay(0.1); }},
+      {"update_freq", [](auto& o) { o.update_freq(5); }}};
+  for (const auto& [what, change] : changes) {
+    SCOPED_TRACE(what);
+    expect_replayed_steps_equal_launched_ones<Adagrad>(AdagradOptions(0.1).lr_decay(0.01), change);
+    expect_replayed_steps_equal_launched_ones<Adagrad>(
+        AdagradOptions(0.1).eps(1e-2).full_matrix(true).update_freq(10), change);
   }
 }
 
