@@ -215,13 +215,17 @@ void register_kfac_plan(torch::Library& m) {
              }
              return recorded;
            })
-      .def("treatments",
-           [](const Self& self) {
-             std::vector<std::tuple<std::string, std::string, int64_t>> all;
-             for (const auto& [name, detail, weight] : self->treatments()) {
-               all.emplace_back(name, detail, weight);
+      .def("report",
+           [](const Self& self, const std::vector<at::Tensor>& params,
+              const std::vector<std::string>& names, const std::vector<Dict>& states,
+              const std::vector<std::string>& reasons) {
+             const auto report = self->report(params, names, named(states), reasons);
+             std::vector<std::tuple<std::string, std::string>> treatments;
+             for (const auto& [name, treatment, detail] : report.parameters) {
+               treatments.emplace_back(treatment, detail);
              }
-             return all;
+             return std::make_tuple(treatments, report.preconditioned, report.fallback,
+                                    report.diagonal_A, report.diagonal_G, report.graph_bytes);
            })
       .def("fallback", [](const Self& self) { return self->fallback(); })
       .def("new_fallback", [](const Self& self) { return self->new_fallback(); })

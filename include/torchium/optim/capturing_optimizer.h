@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace torchium::gradients::detail {
@@ -100,6 +101,9 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   std::string name_of(const at::Tensor& param) const;
   std::string describe(size_t group, size_t position) const override;
   std::vector<at::Tensor> all_params() const;
+  // The tensors of their states by name; empty: none.
+  using NamedStates = std::vector<std::vector<std::pair<std::string, at::Tensor>>>;
+  NamedStates tensors_of_states() const;
   bool is_used_otherwise(const at::Tensor& param) const;
   // Whether these backward passes, or one of them, mix samples (OperatorCapture).
   bool mixes_samples(const std::vector<int64_t>& passes) const;
@@ -124,6 +128,7 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   std::vector<gradients::detail::DifferentiableCall> calls_of(const at::Tensor& outputs) const;
   bool is_bound() const;
   void prepare_step(const std::vector<at::Tensor>& active);
+  std::vector<int64_t> groups_of_params() const;
   void adopt_options();
   void change_states(const std::vector<detail::StateChange>& changes);
 

@@ -121,37 +121,42 @@ bool CapturingOptimizer::is_bound() const {
   return i == plan.size();
 }
 
-void CapturingOptimizer::bind() {
-  std::vector<detail::NamedTensors> states;
+CapturingOptimizer::NamedStates CapturingOptimizer::tensors_of_states() const {
+  NamedStates states;
+  for (const at::Tensor& param : all_params()) {
+    const auto* state = find_state(param);
+    states.push_back(state == nullptr ? detail::NamedTensors() : state->tensors());
+  }
+  return states;
+}
+
+std::vector<int64_t> CapturingOptimizer::groups_of_params() const {
   std::vector<int64_t> groups;
+  for (const auto group : c10::irange(param_groups_.size())) {
+    groups.insert(groups.end(), param_groups_[group].params().size(), static_cast<int64_t>(group));
+  }
+  return groups;
+}
+
+void CapturingOptimizer::bind() {
   std::vector<std::string> names;
   for (const auto group : c10::irange(param_groups_.size())) {
-    const auto& params = param_groups_[group].params();
-    for (const auto i : c10::irange(params.size())) {
-      const auto* state = find_state(params[i]);
-      states.push_back(state == nullptr ? detail::NamedTensors() : state->tensors());
-      groups.push_back(static_cast<int64_t>(group));
+    for (const auto i : c10::irange(param_groups_[group].params().size())) {
       names.push_back(describe(group, i));
     }
   }
-  joint_plan().bind(all_params(), states, std::move(groups), std::move(names));
+  joint_plan().bind(all_params(), tensors_of_states(), groups_of_params(), std::move(names));
 }
 
 MemoryReport CapturingOptimizer::memory_report() const {
   refuse_moved_from();
   const auto params = all_params();
-  std::vector<detail::NamedTensors> states;
   std::vector<std::string> names;
-  std::vector<int64_t> groups;
   for (const at::Tensor& param : params) {
-    const auto* state = find_state(param);
-    states.push_back(state == nullptr ? detail::NamedTensors() : state->tensors());
     names.push_back(name_of(param));
   }
-  for (const auto group : c10::irange(param_groups_.size())) {
-    groups.insert(groups.end(), param_groups_[group].params().size(), static_cast<int64_t>(group));
-  }
-  return joint_plan().memory_report(params, states, groups, names, param_groups_.size());
+  return joint_plan().memory_report(params, tensors_of_states(), groups_of_params(), names,
+                                    param_groups_.size());
 }
 
 void CapturingOptimizer::change_states(const std::vector<detail::StateChange>& changes) {

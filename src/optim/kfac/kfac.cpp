@@ -191,38 +191,15 @@ void KFAC::announce() {
 
 KFACReport KFAC::report() const {
   refuse_moved_from();
-  KFACReport report;
-  report.graph_bytes = plan().graph_bytes();
-  const auto fallback = plan().fallback();
   const auto params = all_params();
-  const auto treatments = plan().treatments();
-  for (const auto i : c10::irange(params.size())) {
-    const at::Tensor& param = params[i];
-    const char* since = find_state(param) == nullptr ? "" : " since its state was loaded or copied";
-    report.parameters.push_back({name_of(param), "none", c10::str("has taken no step", since)});
-    if (i < treatments.size() && treatments[i].name != "none") {
-      const auto& [treatment, detail, weight] = treatments[i];
-      const std::string of = weight >= 0 ? " of " + name_of(params[weight]) : "";
-      report.parameters[i].treatment = treatment;
-      report.parameters[i].detail = treatment == "fallback" ? why_not(param) : detail + of;
-    }
-    if (find_state(param) != nullptr) {
-      const bool falls_back =
-          std::find(fallback.begin(), fallback.end(), static_cast<int64_t>(i)) != fallback.end();
-      (falls_back ? report.fallback : report.preconditioned).push_back(name_of(param));
-      const KFACParamState& state = *state_of(param);
-      const auto is_diagonal = [](const at::Tensor& factor) {
-        return factor.defined() && factor.dim() == 2;
-      };
-      if (is_diagonal(detail::factor_of_inputs(state))) {
-        report.diagonal_A.push_back(name_of(param));
-      }
-      if (is_diagonal(detail::factor_of_gradients(state))) {
-        report.diagonal_G.push_back(name_of(param));
-      }
-    }
+  std::vector<std::string> names, reasons(params.size());
+  for (const at::Tensor& param : params) {
+    names.push_back(name_of(param));
   }
-  return report;
+  for (const int64_t i : plan().fallback()) {
+    reasons.at(i) = why_not(plan().param(i));
+  }
+  return plan().report(params, names, tensors_of_states(), reasons);
 }
 
 }  // namespace torchium::optim

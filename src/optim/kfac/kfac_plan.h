@@ -85,14 +85,11 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // for the device.
   std::pair<double, double> damping_update(double loss_before, double loss_after);
 
-  // What the last step that a parameter took has done with it.
-  struct Treatment {
-    // "factors", "diagonal" (of one factor at least), "unit-wise", "fallback" or "none"
-    std::string name;
-    std::string detail;   // the orders of the factors or blocks; empty: none
-    int64_t weight = -1;  // of a bias that shares the factors of this parameter
-  };
-  std::vector<Treatment> treatments() const;
+  // KFAC::report() of these parameters, whose states may be newer than those of bind(). `reasons`:
+  // why those of fallback() have no factors; one text per parameter.
+  KFACReport report(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
+                    const std::vector<NamedTensors>& states,
+                    const std::vector<std::string>& reasons) const;
   // Parameters whose last step was one of SGD.
   std::vector<int64_t> fallback() const;
   // Those that fall back in the next step and have not been warned about.
@@ -169,6 +166,13 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   bool is_due(const gradients::detail::LayerCall& call) const;
   void add_to_sums(gradients::detail::LayerCall call, const CurvatureColumn* column);
   void require_curvature(const std::vector<size_t>& active);
+  // What the last step that a parameter took has done with it.
+  struct Treatment {
+    // "factors", "diagonal" (of one factor at least), "unit-wise", "fallback" or "none"
+    std::string name;
+    std::string detail;   // the orders of the factors or blocks; empty: none
+    int64_t weight = -1;  // of a bias that shares the factors of this parameter
+  };
   Treatment treatment(size_t i) const;
   bool has_factors(size_t i);
   void check_state(size_t i) const;

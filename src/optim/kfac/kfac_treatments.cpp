@@ -59,12 +59,48 @@ KfacPlan::Treatment KfacPlan::treatment(size_t i) const {
   return {"none", ""};
 }
 
-std::vector<KfacPlan::Treatment> KfacPlan::treatments() const {
-  std::vector<Treatment> all;
-  for (const auto i : c10::irange(size())) {
-    all.push_back(treatment(i));
+KFACReport KfacPlan::report(const std::vector<at::Tensor>& params,
+                            const std::vector<std::string>& names,
+                            const std::vector<NamedTensors>& states,
+                            const std::vector<std::string>& reasons) const {
+  const auto is_diagonal = [](const at::Tensor& factor) {
+    return factor.defined() && factor.dim() == 2;
+  };
+  std::unordered_map<const at::TensorImpl*, std::string> name_of;
+  for (const auto i : c10::irange(params.size())) {
+    name_of[params[i].unsafeGetTensorImpl()] = names[i];
   }
-  return all;
+  KFACReport report;
+  report.graph_bytes = graph_bytes();
+  for (const auto i : c10::irange(params.size())) {
+    KFACParamState state;
+    for (const auto& [key, tensor] : states[i]) {
+      state.assign(key, tensor);
+    }
+    const bool has_state = state.step().defined();
+    const int64_t place = position(params[i]);
+    auto [name, detail, weight] = place < 0 ? Treatment{"none", ""} : treatment(place);
+    if (name == "none") {
+      detail =
+          c10::str("has taken no step", has_state ? " since its state was loaded or copied" : "");
+    } else if (name == "fallback") {
+      detail = reasons[i];
+    } else if (weight >= 0) {
+      detail += " of " + name_of[param(weight).unsafeGetTensorImpl()];
+    }
+    report.parameters.push_back({names[i], name, detail});
+    if (has_state) {
+      const bool falls_back = fallback_.count(params[i].unsafeGetTensorImpl()) != 0;
+      (falls_back ? report.fallback : report.preconditioned).push_back(names[i]);
+      if (is_diagonal(factor_of_inputs(state))) {
+        report.diagonal_A.push_back(names[i]);
+      }
+      if (is_diagonal(factor_of_gradients(state))) {
+        report.diagonal_G.push_back(names[i]);
+      }
+    }
+  }
+  return report;
 }
 
 std::vector<int64_t> KfacPlan::fallback() const {

@@ -70,7 +70,7 @@ class JointPlan:
         self.positions = {p: i for i, p in enumerate(self.params)}
         self.core.bind(
             self.params,
-            [_state_of(p, states) for p in self.params],
+            [state_of(p, states) for p in self.params],
             _groups_of_params(groups),
             [name for index, group in enumerate(groups) for name in parameter_names(index, group)],
         )
@@ -82,7 +82,7 @@ class JointPlan:
         params = [*names]
         memory: tuple[Any, ...] = self.core.memory_report(
             params,
-            [_state_of(p, states) for p in params],
+            [state_of(p, states) for p in params],
             _groups_of_params(groups),
             [*names.values()],
             len(groups),
@@ -101,7 +101,7 @@ class JointPlan:
         return changes
 
 
-def _state_of(param: Tensor, states: dict[Any, State]) -> State:
+def state_of(param: Tensor, states: dict[Any, State]) -> State:
     """The state of a parameter without what other code keeps there."""
     state = states.get(param, {})
     if "step" not in state:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._callers import users_stacklevel
 from .capturing import CapturingOptimizer
 from .factors import FactorCapture, reason_of
-from .plan import JointPlan
+from .plan import JointPlan, state_of
 
 
 class KFACReport(dict[str, Any]):
@@ -32,42 +32,16 @@ class TreatmentReports(CapturingOptimizer):
     _capture: FactorCapture
 
     def _report(self) -> KFACReport:
-        plan, names = self._plan, self._short_names()
-        fallback = set() if plan is None else {plan.params[i] for i in plan.core.fallback()}
-        params = [p for p in names if self._has_state(p)]
-
-        def with_diagonal(*keys: str) -> list[str]:
-            factors = {
-                p: self.state[p][key] for p in params for key in keys if key in self.state[p]
-            }
-            return [names[p] for p, factor in factors.items() if factor.dim() == 2]
-
+        plan, names = self._own_plan(), self._short_names()
+        fallback = {plan.params[i] for i in plan.core.fallback()}
+        reasons = [self._why_not(p, fallback) if p in fallback else "" for p in names]
+        states = [state_of(p, self.state) for p in names]
+        treatments, *others = plan.core.report([*names], [*names.values()], states, reasons)
+        keys = ("preconditioned", "fallback", "diagonal_A", "diagonal_G", "graph_bytes")
         return KFACReport(
-            parameters=self._treatments(fallback),
-            preconditioned=[names[p] for p in params if p not in fallback],
-            fallback=[names[p] for p in params if p in fallback],
-            diagonal_A=with_diagonal("A", "K"),
-            diagonal_G=with_diagonal("G", "C"),
-            graph_bytes=0 if plan is None else plan.core.graph_bytes(),
+            parameters=dict(zip(names.values(), treatments, strict=True)),
+            **dict(zip(keys, others, strict=True)),
         )
-
-    def _treatments(self, fallback: set[Tensor]) -> dict[str, tuple[str, str]]:
-        plan, names = self._plan, self._short_names()
-        params, treated = ([], []) if plan is None else (plan.params, plan.core.treatments())
-        treatments = dict(zip(params, treated, strict=True))
-        done = {}
-        for param, name in names.items():
-            treatment, detail, weight = treatments.get(param, ("none", "", -1))
-            if treatment == "none":
-                has_state = self._has_state(param)
-                since = " since its state was loaded or copied" if has_state else ""
-                detail = f"has taken no step{since}"
-            elif treatment == "fallback":
-                detail = self._why_not(param, fallback)
-            elif weight >= 0:
-                detail += f" of {names[params[weight]]}"
-            done[name] = (treatment, detail)
-        return done
 
     def _why_not(self, param: Tensor, fallback: set[Tensor]) -> str:
         """Why no factors precondition a parameter; `fallback`: all of that kind."""
