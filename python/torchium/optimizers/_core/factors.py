@@ -39,7 +39,7 @@ def checked_skip_layers(skip_layers: Iterable[str | type[nn.Module]]) -> Skipped
         if isinstance(each, type) and issubclass(each, nn.Module):
             continue
         try:
-            re.compile(each)
+            re.compile(each).search("")  # a pattern of bytes finds nothing in a string
         except (TypeError, re.error) as error:
             raise ValueError(
                 f"skip_layers has {each!r}, which is neither a regular expression nor a class of modules "

@@ -101,6 +101,7 @@ def test_copies_skip_the_same(copied):
         (["("], "skip_layers has '(', which is neither a regular expression nor a class"),
         ([3], "skip_layers has 3, which is neither"),
         ([int], "skip_layers has <class 'int'>, which is neither"),
+        ([b"head"], "skip_layers has b'head', which is neither"),
     ],
 )
 def test_wrong_values(wrong, message):
