@@ -27,7 +27,10 @@ at::Tensor signs_like(const at::Tensor& gradient, uint64_t seed, uint64_t stream
       .to(gradient.scalar_type());
 }
 
-bool has_graph(const DiagonalRequest& request) { return request.gradient.requires_grad(); }
+// A frozen parameter may keep a gradient, of which there is no derivative by the parameter.
+bool has_graph(const DiagonalRequest& request) {
+  return request.param.requires_grad() && request.gradient.requires_grad();
+}
 
 // Averages over the kernel of a convolution. Dense, as a step examines it.
 at::Tensor spatial_mean(const at::Tensor& diagonal) {
@@ -57,12 +60,17 @@ bool has_graphs(const std::vector<DiagonalRequest>& requests) {
 
 std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& requests,
                                           const at::Tensor& loss_scale) {
-  std::vector<at::Tensor> params, sums(requests.size());
+  std::vector<at::Tensor> params, outputs, sums;
+  std::vector<size_t> members;  // the requests of these parameters
   int64_t most = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
-    params.push_back(requests[i].param);
-    sums[i] = parameter_shaped_zeros(requests[i].param);
-    most = std::max(most, requests[i].samples);
+    sums.push_back(parameter_shaped_zeros(requests[i].param));
+    if (has_graph(requests[i]) && requests[i].gradient.numel() > 0) {
+      params.push_back(requests[i].param);
+      outputs.push_back(requests[i].gradient);
+      members.push_back(i);
+      most = std::max(most, requests[i].samples);
+    }
   }
   if (!has_graphs(requests)) {
     return sums;  // torch.distributed.checkpoint takes such a step to create the state
@@ -70,24 +78,20 @@ std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& re
   const uint64_t seed = new_seed();
   for (int64_t sample = 0; sample < most; ++sample) {
     // All parameters: z^T H z' has cross terms of zero mean, and one pass serves all of them.
-    std::vector<at::Tensor> outputs, signs(requests.size()), given;
-    for (size_t i = 0; i < requests.size(); ++i) {
-      const at::Tensor& gradient = requests[i].gradient;
-      if (gradient.requires_grad() && gradient.numel() > 0) {
-        const uint64_t stream = static_cast<uint64_t>(most) * i + static_cast<uint64_t>(sample);
-        signs[i] = signs_like(gradient, seed, stream);
-        outputs.push_back(gradient);
-        given.push_back(signs[i]);
-      }
+    std::vector<at::Tensor> signs;
+    for (const size_t i : members) {
+      const uint64_t stream = static_cast<uint64_t>(most) * i + static_cast<uint64_t>(sample);
+      signs.push_back(signs_like(requests[i].gradient, seed, stream));
     }
     const std::vector<at::Tensor> products =
-        torch::autograd::grad(outputs, params, given, /*retain_graph=*/sample + 1 < most,
+        torch::autograd::grad(outputs, params, signs, /*retain_graph=*/sample + 1 < most,
                               /*create_graph=*/false, /*allow_unused=*/true);
-    for (size_t i = 0; i < requests.size(); ++i) {
-      if (signs[i].defined() && products[i].defined() && sample < requests[i].samples) {
-        sums[i].addcmul_(signs[i].to(sums[i].scalar_type()),
-                         products[i].detach().to(sums[i].scalar_type()),
-                         1.0 / static_cast<double>(requests[i].samples));
+    for (size_t k = 0; k < members.size(); ++k) {
+      at::Tensor& sum = sums[members[k]];
+      const int64_t samples = requests[members[k]].samples;
+      if (products[k].defined() && sample < samples) {
+        sum.addcmul_(signs[k].to(sum.scalar_type()), products[k].detach().to(sum.scalar_type()),
+                     1.0 / static_cast<double>(samples));
       }
     }
   }

@@ -291,6 +291,24 @@ def test_frozen_and_late_parameters():
     assert float(optimizer.state[model[0].bias]["step"]) == 4
 
 
+@pytest.mark.parametrize("in_cpp", [False, True])
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_a_frozen_parameter_may_keep_a_gradient(has_graph, in_cpp, request):
+    """Of zeros, as zero_grad(set_to_none=False) leaves it, or one with a graph."""
+    optimizer_type = request.getfixturevalue("cpp") if in_cpp else torchium.AdaHessian
+    kept, frozen = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    optimizer = optimizer_type([kept, frozen], lr=0.1)
+    (kept * frozen).square().sum().backward(create_graph=True)
+    frozen.requires_grad_(False)
+    if not has_graph:
+        frozen.grad = torch.zeros_like(frozen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if has_graph else "error")
+        optimizer.step()
+    assert frozen.eq(1).all() != has_graph
+    torch.testing.assert_close(kept, torch.full_like(kept, 0.9), rtol=1e-3, atol=0)
+
+
 def test_a_group_without_gradients_stays(cpp):
     for each in (torchium.AdaHessian, cpp):
         used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
