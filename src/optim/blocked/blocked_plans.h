@@ -27,7 +27,7 @@ namespace torchium::optim::detail {
 struct BlockedGroup {
   std::shared_ptr<const torch::optim::OptimizerOptions> options;
   std::vector<at::Tensor> params;
-  std::vector<std::string> names;      // in the model; empty: unknown
+  std::vector<std::string> names;      // in the model, of the first parameters; empty: unknown
   std::vector<ParameterState> states;  // empty: none
   // The tensors of which the parameters are this rank's shards; null: whole. Empty: all are.
   std::vector<std::shared_ptr<const distributed::ShardedShape>> sharded = {};
@@ -37,7 +37,8 @@ struct BlockedGroup {
   }
   // The parameter, or a tensor of the whole shape without memory for its elements.
   at::Tensor whole(size_t i) const;
-  std::string given_name(size_t i) const { return names.empty() ? "" : names[i]; }
+  // A parameter that was appended to its group by hand has none.
+  std::string given_name(size_t i) const { return i < names.size() ? names[i] : ""; }
   // parameter_name(), as one of group g.
   std::string name_of(size_t g, size_t i) const;
   std::string name_in_report(size_t g, size_t i) const;

@@ -21,7 +21,7 @@ from .amp import ScaledLoss, unscaled_gradients
 from .base import CoreOptimizer
 from .checkpoint import as_tensors
 from .curvature import as_number, check_curvature_arguments
-from .parameters import State, parameter_names
+from .parameters import State, given_name, parameter_names
 from .plan import JointPlan, Report, Snapshot, failures
 from .process_groups import group_name, processes
 from .schedules import at_step, beside, new_group, schedules_in, without_functions
@@ -127,9 +127,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     def _short_names(self) -> dict[Tensor, str]:
         """The names that the optimizer was given, or where the parameters are."""
         return {
-            param: names[i]
-            if (names := group.get("param_names"))
-            else f"parameter {i} of group {g}"
+            param: given_name(group, i) or f"parameter {i} of group {g}"
             for g, group in enumerate(self.param_groups)
             for i, param in enumerate(group["params"])
         }

@@ -25,14 +25,20 @@ def parameter_name(index: int, group: dict[str, Any], param: Tensor | None) -> s
     return _name_at(index, group, position)
 
 
+def given_name(group: dict[str, Any], position: int) -> str | None:
+    """The name that the optimizer was given; None: it has none, or not of a parameter appended by hand."""
+    names: list[str] = group.get("param_names") or []
+    return names[position] if position < len(names) else None
+
+
 def parameter_names(index: int, group: dict[str, Any]) -> list[str]:
     """:func:`parameter_name` of each parameter of the group."""
     return [_name_at(index, group, i) for i in range(len(group["params"]))]
 
 
 def _name_at(index: int, group: dict[str, Any], position: int) -> str:
-    names, param = group.get("param_names"), group["params"][position]
-    label = repr(names[position]) if names else position
+    name, param = given_name(group, position), group["params"][position]
+    label = repr(name) if name else position
     shape = "" if is_lazy(param) else f" (shape {list(param.shape)})"
     return f"parameter {label} of group {index}{shape}"
 

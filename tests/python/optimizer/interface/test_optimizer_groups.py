@@ -59,6 +59,25 @@ def test_a_later_group_has_names_as_the_others_have(make):
     assert len(named.param_groups) == len(plain.param_groups) == 2
 
 
+@all_cases
+def test_a_parameter_appended_by_hand_has_no_name(make):
+    model = mlp()
+    params = list(model.named_parameters())
+    optimizer = make(params[:-1])
+    optimizer.param_groups[0]["params"].append(params[-1][1])
+    run(model, optimizer)
+    twin = mlp()
+    assert_same(values(model), run(twin, make(twin.parameters())))
+    names = [each.name for each in optimizer.memory_report().parameters]
+    assert names == [*(name for name, _ in params[:-1]), "parameter 5 of group 0"]
+    saved = optimizer.state_dict()
+    saved["state"][5]["step"].fill_(-1)
+    with pytest.raises(ValueError, match="parameter 5 of group 0"):
+        optimizer.load_state_dict(saved)
+    if hasattr(optimizer, "report"):
+        optimizer.report()
+
+
 @plain_cases
 def test_group_added_in_mid_training_equals_a_later_optimizer(make):
     together, apart = mlp(), mlp()
