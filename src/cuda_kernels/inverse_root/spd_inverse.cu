@@ -74,7 +74,7 @@ class Sweep {
     const int n = arguments_.n;
     float largest = 0;
     for_each_entry([&](int i, int j, float& a) {
-      if (i < n && j < n && !(fabsf(a) <= largest)) largest = fabsf(a);
+      if (i < n && j < n && !(fabsf(a) <= largest || largest != largest)) largest = fabsf(a);
     });
     const bool is_nan = __syncthreads_or(largest != largest);
     // Magnitudes are ordered as their bits.

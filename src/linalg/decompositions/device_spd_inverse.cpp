@@ -97,8 +97,10 @@ bool has_device_spd_inverse(const at::Tensor& A) {
          has_device_root(as_batch(A).to(at::kFloat), /*p=*/1);
 }
 
-DeviceSpdInverse::DeviceSpdInverse(const at::Tensor& A, double damping) : A_(A), damping_(damping) {
-  const at::Tensor batch = as_batch(A);
+// Contiguous: `refined` takes the rows of damped().
+DeviceSpdInverse::DeviceSpdInverse(const at::Tensor& A, double damping)
+    : A_(A.contiguous()), damping_(damping) {
+  const at::Tensor batch = as_batch(A_);
   if (has_sweep(A)) {
     const auto [inverse, is_singular] = sweep(batch, damping);
     inverse_ = inverse.view(A.sizes());

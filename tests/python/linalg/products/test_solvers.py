@@ -145,6 +145,17 @@ def test_singular_matrices_are_left_to_the_coupled_iteration(n):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(("n", "batch"), [(20, 30), (260, 3), (260, 300)])
+def test_spd_takes_any_memory_layout_on_a_gpu(n, batch):
+    """Neither rows nor columns of the matrices are contiguous."""
+    A = symmetric("spread", n, batch=(batch,)).float().cuda()
+    X = randn(n, 2, dtype=torch.float32).cuda()
+    interleaved = A.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    assert torch.equal(linalg.spd_inverse(interleaved), linalg.spd_inverse(A))
+    assert torch.equal(linalg.spd_solve(interleaved, X), linalg.spd_solve(A, X))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("scale", [1e-37, 1e-30, 1.0, 1e30, 1e37])
 @pytest.mark.parametrize("kind", SPECTRA)
 @pytest.mark.parametrize("n", [20, 200])
