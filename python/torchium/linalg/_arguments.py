@@ -88,10 +88,15 @@ def check_string(function: str, name: str, value: Any, remedy: str) -> None:
 def checked_params(function: str, params: Iterable[Tensor]) -> list[Tensor]:
     if isinstance(params, Tensor):
         raise ValueError(f"{function}: params is a Tensor; it must be a list of parameters")
+    if isinstance(params, torch.nn.Module):
+        model = type(params).__name__
+        raise ValueError(f"{function}: params is a model, {model}; pass model.parameters()")
     params = list(params)
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):
-            raise ValueError(f"{function}: params[{i}] is a {type(p).__name__}, not a Tensor")
+            raise ValueError(
+                f"{function}: params[{i}] is a {type(p).__name__}, not a Tensor; pass model.parameters()"
+            )
     torch.ops.torchium.check_params(function, params)
     return params
 

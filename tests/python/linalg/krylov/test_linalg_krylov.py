@@ -419,7 +419,11 @@ def test_parameters_of_which_there_is_no_hessian():
             linalg.hvp_operator(loss, params)
 
     refuses("params is a Tensor; it must be a list of parameters", params[0])
-    refuses(r"params\[0\] is a tuple, not a Tensor", model.named_parameters())
+    refuses(
+        r"params\[0\] is a tuple, not a Tensor; pass model.parameters\(\)", model.named_parameters()
+    )
+    refuses(r"params is a model, Sequential; pass model.parameters\(\)", model)
+    refuses(r"params is a model, Linear; pass model.parameters\(\)", torch.nn.Linear(2, 2))
     refuses(r"params\[2\] is in params twice", [params[0], params[1], params[0]])
     refuses("the loss depends on none of params", network()[0].parameters())
     refuses("has no graph", params, lambda: F.cross_entropy(model(x), y).detach())
