@@ -223,7 +223,7 @@ class CoreOptimizer(Optimizer):
         """Bytes that the optimizer holds.
 
         :class:`Shampoo`, :class:`Adagrad` and :class:`AdaHessian` count the future state of parameters that
-        require a gradient but have none yet; the others only state that exists, because that of a layer
+        require a gradient but have none yet; the others only parameters that have state, because that of a layer
         follows from its first call. Allocates nothing.
 
         Returns:
