@@ -16,7 +16,8 @@ void check_losses(const at::Tensor& losses, const at::Tensor& outputs) {
                     "fisher_operator: the outputs must be a tensor [N, ...] with N = ",
                     losses.size(0), ", the number of losses.");
   TORCH_CHECK_VALUE(losses.requires_grad() && outputs.requires_grad(),
-                    "fisher_operator: what loss_fn returns has no graph.");
+                    "fisher_operator: what loss_fn returns has no graph; compute it from params, "
+                    "without detach() and torch.no_grad().");
 }
 
 }  // namespace
