@@ -87,8 +87,15 @@ __device__ bool fits_step(double most, const double* step, double limit) {
   return most * sqrt(t) <= limit;
 }
 
-__device__ unsigned recorded_bits(bool fits, double most) {
-  return __float_as_uint(fits ? fminf(static_cast<float>(most), FLT_MAX) : 0);
+// Raises `largest` to the magnitude of a tile, or to zero where the step cannot work with that.
+// Returns whether it can.
+template <typename Entry>
+__device__ bool examine_tile(const Entry& entry, const void* data, int tile, double limit,
+                             unsigned* largest) {
+  const double most = largest_magnitude(entry, data, (tile - entry.first_tile) * kScanTile);
+  const bool fits = fits_step(most, entry.step, limit);
+  record_largest(__float_as_uint(fits ? fminf(static_cast<float>(most), FLT_MAX) : 0), largest);
+  return fits;
 }
 
 template <int bytes>
@@ -99,10 +106,8 @@ __global__ void __launch_bounds__(kElementThreads)
   const ScanEntry& entry = entry_of_tile(entries, tile);
   if (entry.data == nullptr && numbers[entry.index].is_examined) return;
   const void* data = entry.data == nullptr ? numbers[entry.index].gradient : entry.data;
-  const double most = largest_magnitude(entry, data, (tile - entry.first_tile) * kScanTile);
-  const bool fits = fits_step(most, entry.step, entry.largest);
-  record_largest(recorded_bits(fits, most),
-                 &numbers[entry.index].largest[static_cast<int>(entry.kind)]);
+  const bool fits = examine_tile(entry, data, tile, entry.largest,
+                                 &numbers[entry.index].largest[static_cast<int>(entry.kind)]);
   if (!fits && entry.kind != ScanKind::kAverage) {
     atomicMin(&control->first_unfit, entry.index);
   }
@@ -114,9 +119,7 @@ __global__ void __launch_bounds__(kElementThreads)
                    unsigned* largest) {
   const int tile = entries.first_tile + static_cast<int>(blockIdx.x);
   const GivenEntry& entry = entry_of_tile(entries, tile);
-  const double most = largest_magnitude(entry, entry.data, (tile - entry.first_tile) * kScanTile);
-  const bool fits = fits_step(most, entry.step, entry.limit);
-  record_largest(recorded_bits(fits, most), &largest[entry.place]);
+  const bool fits = examine_tile(entry, entry.data, tile, entry.limit, &largest[entry.place]);
   if (!fits) atomicMax(&unfit[entry.group], static_cast<int>(kMost) - entry.parameter);
 }
 
