@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torchium
-from graph_steps import assert_both_same, give_gradients, graph_count, train, values
+from graph_steps import (
+    assert_both_same,
+    change_learning_rates_between_replays,
+    change_learning_rates_in_tensors,
+    check_capture_of_the_caller,
+    check_skipped_steps,
+    freeze,
+    give_gradients,
+    graph_count,
+    launches_of_a_step,
+    reload,
+    replace_data,
+    set_option,
+    train,
+    train_with_gradients_anywhere,
+    values,
+)
 from optimizer_cases import assert_same, mlp
 from torch import nn
 from torch.amp import GradScaler
-from torch.profiler import ProfilerActivity, profile
 
 cuda = pytest.mark.cuda
 
@@ -109,11 +123,7 @@ def test_parameters_of_other_layouts(layout):
 @pytest.mark.parametrize("full_matrix", [False, True])
 def test_learning_rates_change_between_replays(full_matrix):
     pairs = both(full_matrix=full_matrix, update_freq=4, lr_decay=0.01, eps=1e-2)
-    for optimizer, params in pairs:
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-        for index in range(30):
-            train(optimizer, params, index, 1)
-            scheduler.step()
+    change_learning_rates_between_replays(pairs)
     assert graph_count(pairs[0][0]) > 0
     assert_both_same(pairs)
 
@@ -121,30 +131,9 @@ def test_learning_rates_change_between_replays(full_matrix):
 @cuda
 def test_learning_rates_in_tensors_are_read_again():
     pairs = both()
-    for optimizer, params in pairs:
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.01, device="cuda")
-        for index in range(10):
-            optimizer.param_groups[0]["lr"].mul_(0.9)
-            train(optimizer, params, index, 1)
+    change_learning_rates_in_tensors(pairs, 10)
     assert graph_count(pairs[0][0]) > 0
     assert_both_same(pairs)
-
-
-def set_option(**options: Any) -> Callable:
-    return lambda optimizer, params: optimizer.param_groups[0].update(options)
-
-
-def replace_data(optimizer, params: list[nn.Parameter]) -> None:
-    for p in params:
-        p.data = p.data.clone()
-
-
-def reload(optimizer, params: list[nn.Parameter]) -> None:
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
-def freeze(optimizer, params: list[nn.Parameter]) -> None:
-    params.pop(1).grad = None
 
 
 CHANGES = {
@@ -173,12 +162,7 @@ def test_changes_are_noticed(name, full_matrix):
 @pytest.mark.parametrize("full_matrix", [False, True])
 def test_gradients_may_lie_anywhere(full_matrix):
     pairs = both(full_matrix=full_matrix, **NEWTON)
-    kept = []
-    for index in range(12):
-        for optimizer, params in pairs:
-            give_gradients(params, index)
-            kept += [p.grad for p in params]  # so that no memory is used twice
-            optimizer.step()
+    train_with_gradients_anywhere(pairs, 12)
     assert graph_count(pairs[0][0]) == 1
     assert_both_same(pairs)
 
@@ -207,34 +191,14 @@ def test_replays_launch_no_other_kernels():
     optimizer = torchium.Adagrad(params, graphs="always")
     train(optimizer, params, 0, 6)
     give_gradients(params, 6)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        optimizer.step()
-        torch.cuda.synchronize()
-    called = [event.name for event in profiler.events() if "Launch" in event.name]
-    assert called == ["cudaLaunchKernel", "cudaGraphLaunch"]
+    assert launches_of_a_step(optimizer) == ["cudaLaunchKernel", "cudaGraphLaunch"]
 
 
 @cuda
 @pytest.mark.parametrize("full_matrix", [False, True])
 def test_skipped_steps_are_skipped_and_reported(full_matrix):
     pairs = both(full_matrix=full_matrix, update_freq=7, eps=1e-2)
-    for optimizer, params in pairs:
-        train(optimizer, params, 0, 12)
-        give_gradients(params, 12)
-        params[0].grad[3, 3] = float("nan")
-        optimizer.step()
-        torch.cuda.synchronize()  # so that the next roots follow the skip in both runs
-        train(optimizer, params, 13, 10)
-    assert_both_same(pairs)
-    optimizer, params = pairs[0]
-    assert graph_count(optimizer) > 0
-    for index in range(3):
-        give_gradients(params, index)
-        params[0].grad.fill_(float("inf"))
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="3 steps in a row"):
-        optimizer.check_errors()
+    check_skipped_steps(pairs)
 
 
 @cuda
@@ -257,19 +221,7 @@ def test_scaled_losses():
 
 @cuda
 def test_a_capture_of_the_caller_has_no_graph_in_it():
-    pairs = both()
-    for optimizer, params in pairs:
-        train(optimizer, params, 0, 6)
-    (optimizer, params), (other, expected) = pairs
-    assert graph_count(optimizer) > 0
-    give_gradients(params, 6)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    graph.replay()
-    give_gradients(expected, 6)
-    other.step()
-    assert_both_same(pairs)
+    check_capture_of_the_caller(both(), before=6)
 
 
 @cuda

@@ -6,17 +6,31 @@ import contextlib
 import copy
 import gc
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torchium
-from graph_steps import assert_both_same, give_gradients, graph_count, train, values
+from graph_steps import (
+    assert_both_same,
+    change_learning_rates_between_replays,
+    change_learning_rates_in_tensors,
+    check_capture_of_the_caller,
+    check_skipped_steps,
+    freeze,
+    give_gradients,
+    graph_count,
+    launches_of_a_step,
+    reload,
+    replace_data,
+    set_option,
+    train,
+    train_with_gradients_anywhere,
+    values,
+)
 from optimizer_cases import assert_same
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,50 +94,25 @@ def test_from_adamw_replays_by_default():
 
 def test_learning_rates_change_between_replays():
     pairs = both()
-    for optimizer, params in pairs:
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-        for index in range(30):
-            train(optimizer, params, index, 1)
-            scheduler.step()
+    change_learning_rates_between_replays(pairs)
     assert graph_count(pairs[0][0]) > 0
     assert_both_same(pairs)
 
 
 def test_learning_rates_in_tensors_are_read_again():
     pairs = both(capturable=True)
-    for optimizer, params in pairs:
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.01, device="cuda")
-        for index in range(20):
-            optimizer.param_groups[0]["lr"].mul_(0.9)
-            train(optimizer, params, index, 1)
+    change_learning_rates_in_tensors(pairs, 20)
     assert graph_count(pairs[0][0]) > 0
     assert_both_same(pairs)
-
-
-def replace_data(optimizer, params: list[nn.Parameter]) -> None:
-    for p in params:
-        p.data = p.data.clone()
 
 
 def replace_state(optimizer, params: list[nn.Parameter]) -> None:
     optimizer.state[params[0]]["exp_avg"] = torch.zeros_like(params[0])
 
 
-def reload(optimizer, params: list[nn.Parameter]) -> None:
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
-def freeze(optimizer, params: list[nn.Parameter]) -> None:
-    params.pop(1).grad = None
-
-
 def add_group(optimizer, params: list[nn.Parameter]) -> None:
     params.append(nn.Parameter(torch.ones(24, 16, device="cuda")))
     optimizer.add_param_group({"params": [params[-1]]})
-
-
-def set_option(**options: Any) -> Callable:
-    return lambda optimizer, params: optimizer.param_groups[0].update(options)
 
 
 def renew(optimizer, params: list[nn.Parameter]) -> None:
@@ -167,12 +156,7 @@ def test_the_global_precision_is_noticed():
 
 def test_gradients_may_lie_anywhere():
     pairs = both()
-    kept = []
-    for index in range(40):
-        for optimizer, params in pairs:
-            give_gradients(params, index)
-            kept += [p.grad for p in params]  # so that no memory is used twice
-            optimizer.step()
+    train_with_gradients_anywhere(pairs, 40)
     assert graph_count(pairs[0][0]) == 2  # steps with roots and without
     assert_both_same(pairs)
 
@@ -184,12 +168,7 @@ def test_replays_launch_no_other_kernels():
     for t in (62, 65):  # without roots, and with
         train(optimizer, params, taken, t - 1 - taken)
         give_gradients(params, t)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            optimizer.step()
-            torch.cuda.synchronize()
-        called = [event.name for event in profiler.events() if "Launch" in event.name]
-        assert called == ["cudaLaunchKernel", "cudaGraphLaunch"]
+        assert launches_of_a_step(optimizer) == ["cudaLaunchKernel", "cudaGraphLaunch"]
         taken = t
 
 
@@ -222,39 +201,11 @@ def test_strides_of_gradients_are_noticed():
 
 def test_skipped_steps_are_skipped_and_reported():
     pairs = both()
-    for optimizer, params in pairs:
-        train(optimizer, params, 0, 12)
-        give_gradients(params, 12)
-        params[0].grad[3, 3] = float("nan")
-        optimizer.step()
-        torch.cuda.synchronize()  # so that the next roots follow the skip in both runs
-        train(optimizer, params, 13, 10)
-    assert_both_same(pairs)
-    optimizer, params = pairs[0]
-    assert graph_count(optimizer) > 0
-    for index in range(3):
-        give_gradients(params, index)
-        params[0].grad.fill_(float("inf"))
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="3 steps in a row"):
-        optimizer.check_errors()
+    check_skipped_steps(pairs)
 
 
 def test_a_capture_of_the_caller_has_no_graph_in_it():
-    params, expected = parameters(), parameters()
-    optimizer = shampoo(params, "always", capturable=True)
-    other = shampoo(expected, "never", capturable=True)
-    for each, of in ((optimizer, params), (other, expected)):
-        train(each, of, 0, 12)
-    assert graph_count(optimizer) > 0
-    give_gradients(params, 12)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    graph.replay()
-    give_gradients(expected, 12)
-    other.step()
-    assert_both_same([(optimizer, params), (other, expected)])
+    check_capture_of_the_caller(both(capturable=True), before=12)
 
 
 def test_other_threads_use_the_device_meanwhile():
