@@ -92,6 +92,7 @@ void define_process_ops(torch::Library& m) {
   m.def("logdet_process", &logdet);
   m.def("random_signs", &random_signs);
   m.def("_dense_product(Tensor A, Tensor X) -> Tensor", &detail::dense_product);
+  m.def("_symmetric_dense_product(Tensor A, Tensor X) -> Tensor", &detail::symmetric_dense_product);
 }
 
 }  // namespace torchium::ops

@@ -46,7 +46,8 @@ def lanczos(
     part of the space (Wu and Simon 2000, "Thick-restart Lanczos method for large symmetric eigenvalue
     problems"). It also stops in between, as soon as the residuals allow it. On a GPU the host waits
     a few times per restart, not once per product. A matrix of an order not above
-    ``max_basis + block_size`` is formed and solved densely.
+    ``max_basis + block_size`` is formed and solved densely. Of a dense float32 matrix of order 6144 or
+    more on a Hopper GPU all products but the first read one triangle only.
 
     Args:
         A: ``[n, n]``, dense or sparse, or a :class:`LinearOperator`; symmetric, float32 or float64. Or

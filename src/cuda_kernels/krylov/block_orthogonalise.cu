@@ -127,43 +127,71 @@ struct GramSchmidt {
   double R[B][B];
 };
 
+// The lane of the largest value among B neighbours; of equal ones the first.
+template <int B>
+__device__ int largest_lane(double value, int lane) {
+#pragma unroll
+  for (int offset = B / 2; offset > 0; offset /= 2) {
+    const double other = __shfl_xor_sync(0xffffffffu, value, offset);
+    const int of_other = __shfl_xor_sync(0xffffffffu, lane, offset);
+    if (other > value || (other == value && of_other < lane)) {
+      value = other;
+      lane = of_other;
+    }
+  }
+  return lane;
+}
+
+template <int K>
+__device__ double element(const double (&x)[K], int index) {
+  double found = x[0];
+#pragma unroll
+  for (int i = 1; i < K; ++i) found = i == index ? x[i] : found;
+  return found;
+}
+
 // Gram-Schmidt with pivots, by scalar products alone, of the first B rows; the others are random
 // and lose their part in these. In float64, because a small remainder is a difference of products.
 // The pivot is the largest remainder: if even that is noise, so are the others, and their
-// coefficients. By one warp; lane l has column l.
+// coefficients. By one warp; lane l has column l of G and T in registers.
 template <int B>
 __device__ void orthonormalise(GramSchmidt<B>& s, const LeastLengths& least, int lane) {
   constexpr int K = 2 * B;
-  unsigned used = 0;
+  constexpr unsigned kAll = 0xffffffffu;
+  const int column = lane % K;
+  double G[K], T[K];
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    G[i] = s.G[i][column];
+    T[i] = s.T[i][column];
+  }
+  double square = s.G[column][column];  // G[l][l]
+  const double unit = least.squares == nullptr ? 1.0 : sqrt(least.squares[column * K + column]);
+  bool used = false;
   for (int j = 0; j < B; ++j) {
-    int p = __ffs(~used) - 1;
-    int spare = B;
-    for (int l = 0; l < B; ++l) {
-      if ((used >> l & 1) == 0 && s.G[l][l] > s.G[p][p]) p = l;
-      if (s.G[B + l][B + l] > s.G[spare][spare]) spare = B + l;
-    }
-    const double unit = least.squares == nullptr ? 1.0 : sqrt(least.squares[p * K + p]);
-    const bool is_left = s.G[p][p] > 0 && sqrt(s.G[p][p]) > least.factor * unit;
+    const int largest = largest_lane<B>(used ? -DBL_MAX : square, column);
+    const int p = __shfl_sync(kAll, largest, 0);
+    const int spare = __shfl_sync(kAll, largest, B);
+    const double left = __shfl_sync(kAll, square, p);
+    const bool is_left = left > 0 && sqrt(left) > least.factor * __shfl_sync(kAll, unit, p);
     const int from = is_left ? p : spare;
-    const double length = sqrt(fmax(s.G[from][from], DBL_MIN));
-    const double r = lane < K ? s.G[from][lane] / length : 0.0;
-    const double q = lane < K ? s.T[from][lane] / length : 0.0;
-    __syncwarp();
+    const double length = sqrt(fmax(__shfl_sync(kAll, square, from), DBL_MIN));
+    const double r = element(G, from) / length;
+    const double q = element(T, from) / length;
     if (lane < K) s.Q[j][lane] = q;
-    if (lane < B) {
-      s.R[j][lane] = lane == p ? (is_left ? length : 0.0) : (used >> lane & 1) != 0 ? 0.0 : r;
-    }
+    if (lane < B) s.R[j][lane] = lane == p ? (is_left ? length : 0.0) : used ? 0.0 : r;
+    used = used || column == p;
+#pragma unroll
     for (int i = 0; i < K; ++i) {
-      const double of_row = __shfl_sync(0xffffffffu, r, i);
-      if (lane < K) {
-        s.G[i][lane] -= of_row * r;
-        s.T[i][lane] -= of_row * q;
-      }
+      const double of_row = __shfl_sync(kAll, r, i);
+      G[i] = i == p || column == p ? 0.0 : G[i] - of_row * r;
+      T[i] -= of_row * q;
     }
-    __syncwarp();
-    if (lane < K) s.G[p][lane] = s.G[lane][p] = 0;
-    __syncwarp();
-    used |= 1u << p;
+    square = column == p ? 0.0 : square - r * r;
+  }
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    if (lane < K) s.T[i][lane] = T[i];
   }
 }
 
@@ -191,7 +219,7 @@ __global__ void __launch_bounds__(kRecombineThreads)
   __shared__ GramSchmidt<B> s;
   for (int i = threadIdx.x; i < K * K; i += kRecombineThreads) {
     double sum = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int each = 0; each < segments; ++each) sum += partial[each * K * K + i];
     s.G[i / K][i % K] = sum;
     s.T[i / K][i % K] = i / K == i % K ? 1.0 : 0.0;

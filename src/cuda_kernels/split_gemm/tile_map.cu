@@ -76,4 +76,13 @@ cudaError_t make_tile_map(const TiledImages& images, const BoxOfPixels& box, Til
   return encode(images.data, 4, sizes, strides, range, steps, map);
 }
 
+cudaError_t make_tile_map(const float* matrix, int64_t rows, int64_t columns, int box_rows,
+                          TileMap& map) {
+  const auto height = static_cast<cuuint64_t>(rows), width = 2 * static_cast<cuuint64_t>(columns);
+  const cuuint64_t sizes[] = {width, height, 1};
+  const cuuint64_t strides[] = {2 * width, 2 * width * height};  // bytes
+  const cuuint32_t box[] = {kBoxElements, static_cast<cuuint32_t>(box_rows), 1};
+  return encode(matrix, 3, sizes, strides, box, kOneByOne, map);
+}
+
 }  // namespace torchium::cuda_kernels

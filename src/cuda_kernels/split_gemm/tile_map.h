@@ -44,4 +44,9 @@ struct TiledImages {
 // outside an image on every side.
 cudaError_t make_tile_map(const TiledImages& images, const BoxOfPixels& box, TileMap& map);
 
+// A box of 32 columns of a float32 matrix [rows, columns], and `box_rows` rows. Coordinates: half
+// of the column's bytes, row, 0. The address and the bytes of a row are multiples of 16.
+cudaError_t make_tile_map(const float* matrix, int64_t rows, int64_t columns, int box_rows,
+                          TileMap& map);
+
 }  // namespace torchium::cuda_kernels

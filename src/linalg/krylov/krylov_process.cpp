@@ -3,6 +3,8 @@
 #include "linalg/common/operator_checks.h"
 #include "linalg/common/precision.h"
 #include "linalg/common/random_signs.h"
+#include "linalg/structured/dense.h"
+#include "linalg/structured/dense_product.h"
 #include "support/derivatives.h"
 #include "support/no_autocast.h"
 #include "support/no_transforms.h"
@@ -30,7 +32,7 @@ int64_t columns_at_first_check(int64_t k, int64_t block) { return 3 * k + 2 * bl
 
 // Products that a device is given before the host waits for what a check needs: they take about as
 // long as the check.
-constexpr int64_t kStepsAhead = 2;
+constexpr int64_t kStepsAhead = 3;
 
 const char* method_name(bool symmetric) { return symmetric ? "lanczos" : "arnoldi"; }
 
@@ -71,6 +73,30 @@ void check_options(bool symmetric, int64_t n, int64_t k, int64_t block,
   const double tol = options.tol.value_or(0.0);
   TORCH_CHECK_VALUE(tol >= 0 && std::isfinite(tol), name, ": tol is ", tol,
                     "; it must be finite and not negative.");
+}
+
+// Tensors of the host in the dtype, or its complex one, on the device, by one copy.
+std::vector<at::Tensor> sent_together(const std::vector<at::Tensor>& tensors,
+                                      const at::TensorOptions& options) {
+  std::vector<at::Tensor> numbers;
+  for (const at::Tensor& x : tensors) {
+    const at::Tensor real = x.is_complex() ? at::view_as_real(x.resolve_conj()) : x;
+    numbers.push_back(real.to(options.dtype()).reshape({-1}));
+  }
+  at::Tensor all = at::cat(numbers);
+  if (!options.device().is_cpu())
+    all = all.pin_memory().to(options.device(), /*non_blocking=*/true);
+  std::vector<at::Tensor> result;
+  int64_t begin = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& x = tensors[i];
+    auto shape = x.sizes().vec();
+    if (x.is_complex()) shape.push_back(2);
+    const at::Tensor part = all.narrow(0, begin, numbers[i].numel()).view(shape);
+    result.push_back(x.is_complex() ? at::view_as_complex(part) : part);
+    begin += numbers[i].numel();
+  }
+  return result;
 }
 
 }  // namespace
@@ -126,6 +152,13 @@ at::Tensor KrylovProcess::start() const {
 at::Tensor KrylovProcess::next_operand() {
   if (!result_.empty()) return {};
   return solves_densely() ? at::eye(n_, tensor_options_) : space_->operand();
+}
+
+// The first product reads all of a dense matrix, so that the projection shows whether the triangles
+// differ.
+at::Tensor KrylovProcess::product(const LinearOperator& A, const at::Tensor& X) const {
+  const auto* dense = symmetric_ && steps_ > 0 ? node_as<DenseNode>(A) : nullptr;
+  return dense != nullptr ? symmetric_dense_product(dense->A, X) : A.matmul(X);
 }
 
 void KrylovProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product) {
@@ -237,31 +270,24 @@ void KrylovProcess::restart() {
 }
 
 void KrylovProcess::finish(const RitzPairs& pairs) {
-  const at::Tensor values = pairs.values.narrow(0, 0, k_);
-  const at::Tensor small = pairs.vectors.narrow(1, 0, k_);
   const at::Tensor converged = pairs.residuals <= tol_ * pairs.values.abs().max();
-  const at::Device device = tensor_options_.device();
-  const auto sent = [&](const at::Tensor& x) {
-    return device.is_cpu() ? x : x.pin_memory().to(device, /*non_blocking=*/true);
-  };
-  const auto on_device = [&](const at::Tensor& x) { return sent(x.to(tensor_options_.dtype())); };
-  const auto combined = [&](const at::Tensor& x) {
-    return solves_densely() ? on_device(x) : space_->combined(on_device(x));
-  };
-  const bool is_complex = values.is_complex();
   const int64_t missing = k_ - converged.sum().item<int64_t>();
   if (missing > 0) {
     torchium::detail::warn(method_name(symmetric_), ": ", missing, " of ", k_,
                            " eigenpairs have not converged in ", options_.max_restarts,
                            " restarts; raise max_basis or max_restarts, or tol (", tol_, ").");
   }
-  const at::Tensor vectors = is_complex
+  const auto sent = sent_together(
+      {pairs.vectors.narrow(1, 0, k_), pairs.values.narrow(0, 0, k_), pairs.residuals, converged},
+      tensor_options_);
+  const auto combined = [&](const at::Tensor& x) {
+    return solves_densely() ? x : space_->combined(x);
+  };
+  const at::Tensor& small = sent[0];
+  const at::Tensor vectors = small.is_complex()
                                  ? at::complex(combined(at::real(small)), combined(at::imag(small)))
                                  : combined(small);
-  const at::Tensor eigenvalues =
-      is_complex ? at::complex(on_device(at::real(values)), on_device(at::imag(values)))
-                 : on_device(values);
-  result_ = {eigenvalues, vectors, on_device(pairs.residuals), sent(converged)};
+  result_ = {sent[1], vectors, sent[2], sent[3].ne(0)};
   space_.reset();
 }
 

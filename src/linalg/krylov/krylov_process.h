@@ -20,6 +20,7 @@ class KrylovProcess final : public OperatorProcess {
                 bool is_dense, const at::TensorOptions& tensor_options);
 
  private:
+  at::Tensor product(const LinearOperator& A, const at::Tensor& X) const override;
   at::Tensor next_operand() override;
   void use(const at::Tensor& operand, const at::Tensor& product) override;
   std::vector<at::Tensor> make_result() override;  // as in KrylovEigenpairs, without `products`

@@ -22,6 +22,15 @@ at::Tensor priority(const at::Tensor& values, const std::string& which) {
   return which[0] == 'S' ? real.neg() : real;
 }
 
+// Ascending ones may be in their order, or in its reverse.
+at::Tensor order_of(const at::Tensor& values, bool ascending, const std::string& which) {
+  const auto indices = at::TensorOptions().dtype(at::kLong);
+  const int64_t n = values.size(0);
+  if (ascending && which == "SA") return at::arange(n, indices);
+  if (ascending && which == "LA") return at::arange(n - 1, -1, -1, indices);
+  return priority(values, which).argsort(/*stable=*/true, -1, true);
+}
+
 // The real vectors that span the same space as the first pairs, at least `least` of them.
 at::Tensor real_span(const RitzPairs& pairs, int64_t least) {
   if (!pairs.values.is_complex()) {
@@ -49,8 +58,8 @@ RitzPairs ritz_pairs(const at::Tensor& H, const at::Tensor& B, int64_t k, bool s
   std::optional<SerialLapack> serial;  // threads that sleep take longer to wake than to help
   if (H.size(0) <= SerialLapack::kLargestOrder) serial.emplace();
   auto [values, vectors] = symmetric ? at::linalg_eigh((H + H.mT()) / 2) : at::linalg_eig(H);
-  const at::Tensor order = priority(values, which).argsort(/*stable=*/true, -1, true);
-  vectors = vectors.index_select(1, order);
+  const at::Tensor order = order_of(values, symmetric, which);
+  vectors = vectors.mT().index_select(0, order).mT();  // it has its columns one after the other
   values = values.index_select(0, order);
   const int64_t wanted = std::min(k, H.size(0));
   const at::Tensor x = vectors.narrow(1, 0, wanted);

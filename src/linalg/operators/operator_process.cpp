@@ -13,7 +13,7 @@ namespace torchium::linalg::detail {
 
 void OperatorProcess::multiply(const LinearOperator& A, const at::Tensor& X) {
   const int64_t version = torchium::detail::version_of(X);
-  const at::Tensor product = A.matmul(X);
+  const at::Tensor product = this->product(A, X);
   check_product(X, product);
   check_unchanged(X, version);
   TORCH_CHECK_VALUE(!torchium::detail::is_differentiated(product), "The operator's product ",

@@ -25,6 +25,10 @@ class OperatorProcess {
  protected:
   // A, or the same matrix in a form in which the products that are to come are faster.
   virtual LinearOperator prepared(const LinearOperator& A) const { return A; }
+  // A X, for the operand X.
+  virtual at::Tensor product(const LinearOperator& A, const at::Tensor& X) const {
+    return A.matmul(X);
+  }
   // The columns [n, columns] to be multiplied next; undefined once the result is there.
   virtual at::Tensor next_operand() = 0;
   virtual void use(const at::Tensor& operand, const at::Tensor& product) = 0;

@@ -9,4 +9,7 @@ namespace torchium::linalg::detail {
 // 2 to 8 columns that are contiguous each and no derivative.
 at::Tensor dense_product(const at::Tensor& A, const at::Tensor& X);
 
+// The same for a symmetric A. On a GPU a large matrix in float32 is read below the diagonal alone.
+at::Tensor symmetric_dense_product(const at::Tensor& A, const at::Tensor& X);
+
 }  // namespace torchium::linalg::detail

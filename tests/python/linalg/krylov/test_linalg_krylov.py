@@ -138,6 +138,56 @@ def test_products_with_a_dense_matrix(device, dtype, n, columns):
         assert error <= 4 * max(float(reference), torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [130, 6144, 6274, 6404])  # a GPU has a kernel from 6144 on
+@pytest.mark.parametrize("columns", [1, 3, 8, 9])
+def test_products_with_a_symmetric_matrix(device, n, columns):
+    if device == "cpu":
+        n //= 10
+    torch.manual_seed(0)
+    A = torch.randn(n, n, device=device) * torch.logspace(-3, 3, n, device=device)
+    A = A + A.T
+    X = torch.randn(columns, n, device=device).T
+    found = torch.ops.torchium._symmetric_dense_product(A, X)
+    exact = A.double() @ X.double()
+    error = (found.double() - exact).norm() / exact.norm()
+    reference = ((A @ X).double() - exact).norm() / exact.norm()
+    assert error <= 4 * max(float(reference), torch.finfo(torch.float32).eps)
+    assert torch.equal(found, torch.ops.torchium._symmetric_dense_product(A, X))
+
+
+@pytest.mark.cuda
+def test_a_large_symmetric_matrix_is_read_below_the_diagonal():
+    torch.manual_seed(0)
+    n = 8192
+    A = torch.randn(n, n, device="cuda")
+    X = torch.randn(5, n, device="cuda").T
+    found = torch.ops.torchium._symmetric_dense_product(A, X)
+    lower = A.clone()
+    for begin in range(0, n, 128):  # the tiles on the diagonal are read whole
+        lower[begin : begin + 128, begin + 128 :] = 0
+    mirrored = lower + lower.T
+    for begin in range(0, n, 128):
+        tile = slice(begin, begin + 128)
+        mirrored[tile, tile] = A[tile, tile]
+    torch.testing.assert_close(found, mirrored @ X, rtol=1e-4, atol=1e-3)
+    whole = torch.ops.torchium._symmetric_dense_product(A.T, X)  # a view: the kernel cannot
+    torch.testing.assert_close(whole, A.T @ X, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.cuda
+def test_a_large_matrix_that_is_not_symmetric_is_refused():
+    torch.manual_seed(0)
+    A = torch.randn(6400, 6400, device="cuda")
+    for matrix in (A, A.tril(), A.triu()):
+        with pytest.raises(ValueError, match="the operator is not symmetric"):
+            linalg.lanczos(matrix, 2)
+    S = A + A.T
+    S[5000, 100] = float("nan")
+    with pytest.raises(ValueError, match="a product of the operator is not finite"):
+        linalg.lanczos(S, 2)
+
+
 def test_products_stop_as_soon_as_the_residuals_allow_it():
     A = with_eigenvalues(torch.cat([torch.linspace(0, 1, 390), torch.linspace(5, 20, 10)]))
     few = linalg.lanczos(A, 3, max_basis=100)
