@@ -16,8 +16,8 @@ constexpr int kMostBlocks = 264;    // thread blocks there that run at the same 
                                     // processor of an H100
 constexpr int kColumns = 64;        // of subtract_kernel, per thread block
 constexpr int kGroups = kThreads / kColumns;
-constexpr int kCoefficientRows = 32;
-constexpr int kRecombineThreads = 128;
+constexpr int kCoefficientRows = 128;
+constexpr int kRecombineThreads = 256;
 
 // partial[s, i, k] = sum of rows[i, c] block[k, c] over the columns c of segment s.
 template <int K>
@@ -166,18 +166,20 @@ __device__ void orthonormalise(GramSchmidt<B>& s, const LeastLengths& least, int
     T[i] = s.T[i][column];
   }
   double square = s.G[column][column];  // G[l][l]
-  const double unit = least.squares == nullptr ? 1.0 : sqrt(least.squares[column * K + column]);
+  __syncwarp();
+  const double unit = least.squares == nullptr ? 1.0 : least.squares[column * K + column];
   bool used = false;
   for (int j = 0; j < B; ++j) {
     const int largest = largest_lane<B>(used ? -DBL_MAX : square, column);
     const int p = __shfl_sync(kAll, largest, 0);
     const int spare = __shfl_sync(kAll, largest, B);
     const double left = __shfl_sync(kAll, square, p);
-    const bool is_left = left > 0 && sqrt(left) > least.factor * __shfl_sync(kAll, unit, p);
+    const bool is_left = left > least.factor * least.factor * __shfl_sync(kAll, unit, p);
     const int from = is_left ? p : spare;
     const double length = sqrt(fmax(__shfl_sync(kAll, square, from), DBL_MIN));
-    const double r = element(G, from) / length;
-    const double q = element(T, from) / length;
+    const double inverse = 1 / length;
+    const double r = inverse * element(G, from);
+    const double q = inverse * element(T, from);
     if (lane < K) s.Q[j][lane] = q;
     if (lane < B) s.R[j][lane] = lane == p ? (is_left ? length : 0.0) : used ? 0.0 : r;
     used = used || column == p;
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(kRecombineThreads)
   __shared__ GramSchmidt<B> s;
   for (int i = threadIdx.x; i < K * K; i += kRecombineThreads) {
     double sum = 0;
-#pragma unroll 16
+#pragma unroll 32
     for (int each = 0; each < segments; ++each) sum += partial[each * K * K + i];
     s.G[i / K][i % K] = sum;
     s.T[i / K][i % K] = i / K == i % K ? 1.0 : 0.0;
