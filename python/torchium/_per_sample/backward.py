@@ -9,20 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from .._capture.attention import is_attention
 from .._capture.capture import CallCapture, check_inputs
 from .._capture.compiled import run_uncompiled
 from .._capture.layers import (
     SAMPLE_KINDS,
     LayerCall,
+    LayerKind,
     computed_weight,
     is_single,
     mixes_samples,
+    why_unsupported,
 )
 from .formulas import formula_of
 from .layers import LayerCall as CoreCall
-from .layers import LayerCalls, why_unknown
+from .layers import LayerCalls
 from .recorder import NAMES
 from .sample_loss import trainable
+
+_KINDS = SAMPLE_KINDS | {LayerKind.SELF_ATTENTION}
 
 
 class _Capture(CallCapture):
@@ -32,17 +37,24 @@ class _Capture(CallCapture):
 
 def _why_unknown(module: nn.Module) -> str | None:
     """Why a block cannot take a layer."""
+    if formula_of(module) is None:
+        own = module._parameters
+        if is_attention(module) and any(
+            p is not None and p.requires_grad for p in (own.get("bias_k"), own.get("bias_v"))
+        ):
+            return "has bias_k and bias_v, which belong to no linear layer"
+        return why_unsupported(module, _KINDS)
     others = [
         n
         for n, p in module._parameters.items()
         if p is not None and (n not in NAMES or not p.dim())
     ]
-    if formula_of(module) is not None and others:
+    if others:
         return (
             f"has a parameter {others[0]!r}; a block takes those named weight and bias, with at least "
             "one dimension"
         )
-    return why_unknown(module)
+    return None
 
 
 class per_sample:
@@ -64,15 +76,17 @@ class per_sample:
     reach the same call, as with ``retain_graph=True``: then their gradients are added.
     ``zero_grad()`` discards those before it.
 
-    Dimension 0 of the input of every layer must be the sample. :func:`per_sample_gradients` needs no
+    Dimension 0 of the input of every layer must be the sample, dimension 1 in the attention and
+    transformer layers of ``torch.nn`` without ``batch_first``. :func:`per_sample_gradients` needs no
     such agreement, and checks it; here only the sizes are compared. A model that has time in
     dimension 0, sorts its samples, or mixes them other than by batch normalisation gets wrong rows
     without an error. Calls of a layer in one backward pass are positions of the same samples: a
     batch that goes through the model in parts needs a backward pass for each part.
 
     Args:
-        model: the layers of the first of the methods of :func:`per_sample_gradients` must own all
-            trainable parameters.
+        model: the layers of the first of the methods of :func:`per_sample_gradients`, and
+            ``nn.MultiheadAttention`` of equal queries, keys and values, must own all trainable
+            parameters.
         reduction: ``"mean"`` if the loss is the mean over the samples of a backward pass, ``"sum"`` if
             it is the sum.
 
@@ -101,7 +115,7 @@ class per_sample:
             raise ValueError(f"no parameter of {type(self._model).__name__} requires a gradient")
         for name, module in self._model.named_modules():
             self._check(name, module)
-        self._capture = _Capture(SAMPLE_KINDS, self._wants)
+        self._capture = _Capture(_KINDS, self._wants)
         self._capture.watch(params.values())
         for name, module in self._model.named_modules():
             self._capture.adopt(module, name)

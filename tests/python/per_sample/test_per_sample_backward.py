@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 
@@ -71,6 +72,54 @@ def test_dicts_and_dropout():
         torch.testing.assert_close(p.grad_sample, torch.stack(row))
 
 
+def attention_layers():
+    """Those of torch.nn, how they are called, and whether samples come first."""
+
+    def encode(model, x):
+        return model(x)
+
+    def attend(model, x):
+        return model(x, x, x, need_weights=False)[0]
+
+    found = []
+    for batch_first in (True, False):
+        name = "samples_first" if batch_first else "positions_first"
+        options = {"dropout": 0.2, "batch_first": batch_first}
+        layer = nn.TransformerEncoderLayer(8, 2, 16, **options)
+        stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        attention = nn.MultiheadAttention(8, 2, **options)
+        found += [
+            pytest.param(layer, encode, batch_first, id=f"layer-{name}"),
+            pytest.param(stack, encode, batch_first, id=f"stack-{name}"),
+            pytest.param(attention, attend, batch_first, id=f"attention-{name}"),
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("model", "call", "batch_first"), attention_layers())
+def test_self_attention(model, call, batch_first):
+    model = copy.deepcopy(model).double()
+    x = torch.randn(3, 5, 8).double()
+    with per_sample(model):
+        y = call(model, x if batch_first else x.transpose(0, 1))
+        losses = (y.movedim(0 if batch_first else 1, 0).flatten(1) - 1).pow(4).sum(1)
+        losses.mean().backward(retain_graph=True)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    for p, row in zip(params, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_sample, torch.stack(row))
+
+
+def test_attention_to_other_keys_is_refused():
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, keys = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
+    with (
+        pytest.raises(ValueError, match="'in_proj_weight' outside of its layer"),
+        per_sample(model),
+    ):
+        model(x, keys, keys)[0].sum().backward()
+
+
 def test_passes_are_more_samples():
     """Of different sizes, each with the mean of its own samples."""
     model, (x, y) = model_and_batch("mlp", samples=7)
@@ -137,9 +186,10 @@ def test_an_exception_sets_nothing():
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"model\.1 \(BatchNorm1d\) normalises"),
         (nn.Sequential(nn.Linear(4, 4), nn.PReLU()), r"model\.1 \(PReLU\) is of an unsupported"),
         (Scaled(), r"model \(Scaled\) has the parameter .* beside its layers"),
+        (nn.MultiheadAttention(4, 2, kdim=3), r"model \(MultiheadAttention\) has kdim or vdim"),
         (
-            nn.MultiheadAttention(4, 2),
-            r"model \(MultiheadAttention\) is of an unsupported .*per_sample_gradients\(\)",
+            nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            r"model \(MultiheadAttention\) has bias_k .*per_sample_gradients\(\)",
         ),
         (nn.Linear(4, 3).requires_grad_(False), "no parameter of Linear requires a gradient"),
     ],
