@@ -14,6 +14,22 @@
 #include <utility>
 
 namespace torchium::optim {
+namespace {
+
+// Whether the parameter is the bias of a module whose weight is frozen.
+bool is_beside_frozen_weight(const gradients::detail::ModelLayers& layers,
+                             const gradients::detail::ParameterPlace& place) {
+  const auto params = layers.parameters();
+  return place.name.ends_with("bias") &&
+         std::any_of(params.begin(), params.end(), [&](const auto& entry) {
+           const auto& [param, other] = entry;
+           return other->module == place.module && other->name.ends_with("weight") &&
+                  !param.requires_grad();
+         });
+}
+
+}  // namespace
+
 KFAC::KFAC(const torch::nn::Module& model, KFACOptions defaults)
     : CapturingOptimizer(model, std::make_unique<KFACOptions>(std::move(defaults))) {
   initialize_with_model();
@@ -155,6 +171,9 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   }
   if (layer != nullptr && !layer->problem.empty()) {
     return layer->problem;
+  }
+  if (place != nullptr && is_beside_frozen_weight(layers(), *place)) {
+    return detail::fallback_reason("frozen", "");
   }
   if (is_used_otherwise(param) || (layer != nullptr && is_used_otherwise(layer->bias))) {
     return detail::kUsedOutside;

@@ -254,6 +254,30 @@ TEST(Kfac, FallsBackForTheBiasOfATransposedConvolution) {
             "fallback: the bias of a transposed convolution, whose factors have no row for it");
 }
 
+TEST(Kfac, SaysThatTheWeightBesideABiasIsFrozen) {
+  for (const int frozen_before : {0, 1}) {  // the first step, or the second
+    nn::Sequential model(nn::Linear(5, 4), nn::LayerNorm(nn::LayerNormOptions({4})),
+                         nn::Linear(4, 3));
+    const auto params = model->named_parameters();
+    KFAC optimizer(*model, KFACOptions(0.1));
+    const Warnings warnings;
+    for (int step = 0; step < 2; ++step) {
+      if (step == frozen_before) {
+        params["0.weight"].requires_grad_(false);
+        params["1.weight"].requires_grad_(false);
+      }
+      optimizer.zero_grad();
+      cross_entropy(model->forward(torch::randn({6, 5})), torch::randint(3, {6}, torch::kLong))
+          .backward();
+      optimizer.step();
+    }
+    const auto treatments = treatments_of(optimizer);
+    EXPECT_EQ(treatments.at("0.bias"), "fallback: its weight is not trained");
+    EXPECT_EQ(treatments.at("1.bias"), "fallback: its weight is not trained");
+    EXPECT_EQ(treatments.at("2.bias"), "factors: A 5, G 3 of 2.weight");
+  }
+}
+
 TEST(Kfac, LeavesSkippedLayersToMomentum) {
   nn::Sequential model(nn::Linear(5, 4), nn::Tanh(), nn::Linear(4, 4),
                        nn::LayerNorm(nn::LayerNormOptions({4})));
