@@ -114,6 +114,9 @@ class TORCHIUM_API LinearOperator {
     return A.plus(B.scaled(-1.0));
   }
   friend LinearOperator operator*(double c, const LinearOperator& A) { return A.scaled(c); }
+  friend LinearOperator operator*(const LinearOperator& A, double c) { return A.scaled(c); }
+  friend LinearOperator operator/(const LinearOperator& A, double c) { return A.scaled(1.0 / c); }
+  friend LinearOperator operator-(const LinearOperator& A) { return A.scaled(-1.0); }
 
   const detail::OperatorNode& node() const { return *node_; }
   explicit LinearOperator(std::shared_ptr<const detail::OperatorNode> node);

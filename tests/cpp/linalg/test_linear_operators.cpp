@@ -87,6 +87,7 @@ TEST(LinearOperators, MultiplySolveAndHaveNumbers) {
     const auto [values, vectors] = A.eigs(2);
     expect_equal_within_rounding(dense.to(vectors.scalar_type()).matmul(vectors), vectors * values);
     expect_equal_within_rounding((2.0 * A + A - LinearOperator(dense)).to_dense(), 2 * dense);
+    expect_equal_within_rounding((-(A * 3.0) / 2.0).to_dense(), -1.5 * dense);
   }
 }
 
