@@ -98,8 +98,7 @@ TORCHIUM_API at::Tensor gram(const torch::nn::Module& model, const ForwardFuncti
 ///
 /// @param vectors name -> tensor of the parameter's shape, for each trainable parameter.
 /// @param max_workspace_bytes bounds the gradients that exist at a time, of at least one sample,
-/// for
-///   models that need explicit gradients. At present there is never more than one.
+///   for models that need explicit gradients. At present there is never more than one.
 /// @return [batch]; float64 if a parameter is, otherwise float32.
 TORCHIUM_API at::Tensor jvp_dots(const torch::nn::Module& model, const ForwardFunction& forward,
                                  const LossFunction& loss_fn, const at::Tensor& inputs,

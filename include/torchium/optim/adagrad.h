@@ -25,7 +25,9 @@ struct TORCHIUM_API AdagradOptions : public OptionsOf<AdagradOptions> {
   TORCH_ARG(double, weight_decay) = 0.0;
   /// First value of the accumulator (of its diagonal with full_matrix), >= 0.
   TORCH_ARG(double, initial_accumulator_value) = 0.0;
-  /// Damping, >= 0: added to sqrt(sum), or to G with full_matrix.
+  /// Damping, >= 0: added to sqrt(sum), or to G with full_matrix. With full_matrix and update_freq
+  /// above 1 a larger value is needed: the part of a gradient outside the span of the gradients in
+  /// the last root is divided by sqrt(eps).
   TORCH_ARG(double, eps) = 1e-10;
   /// (G + eps I)^(-1/2) g on blocks of the flattened parameter instead of g / (sqrt(sum) + eps).
   TORCH_ARG(bool, full_matrix) = false;
