@@ -57,7 +57,7 @@ RitzPairs ritz_pairs(const at::Tensor& H, const at::Tensor& B, int64_t k, bool s
   const at::AutoDispatchBelowADInplaceOrView no_autograd;  // half the time of small operations
   std::optional<SerialLapack> serial;  // threads that sleep take longer to wake than to help
   if (H.size(0) <= SerialLapack::kLargestOrder) serial.emplace();
-  auto [values, vectors] = symmetric ? at::linalg_eigh((H + H.mT()) / 2) : at::linalg_eig(H);
+  auto [values, vectors] = symmetric ? at::linalg_eigh((H + H.mT()).mul_(0.5)) : at::linalg_eig(H);
   const at::Tensor order = order_of(values, symmetric, which);
   vectors = vectors.mT().index_select(0, order).mT();  // it has its columns one after the other
   values = values.index_select(0, order);
