@@ -246,6 +246,10 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
            [](const Self& self, int64_t group, const c10::IValue& options) {
              return self->set_options(group, options_from(self->optimizer(), options));
            })
+      .def("remember",
+           [](const Self& self, const c10::IValue& options, const std::vector<at::Tensor>& params) {
+             self->remember(options_from(self->optimizer(), options), params);
+           })
       .def("prepare", &BlockedPlans::prepare)
       .def("step", step)
       .def("set_loss_scale",

@@ -67,6 +67,7 @@ class TORCHIUM_API BlockedOptimizer : public SecondOrderOptimizer {
   void withdraw() override;
   void read_reports(bool wait) override;
   void forget_derived() override;
+  void after_load() override;
   std::optional<StateMap> whole_state() const override;
   StateList fit_states(size_t group, const Options& options,
                        const StateList& loaded) const override;

@@ -147,6 +147,8 @@ class TORCHIUM_API SecondOrderOptimizer : public torch::optim::Optimizer {
   virtual void read_reports(bool wait) = 0;
   // Drops everything that can be rebuilt from groups and state.
   virtual void forget_derived() = 0;
+  // Called when options and states of all groups have been replaced.
+  virtual void after_load() {}
   // Failed roots of one matrix in a row after which a step raises.
   virtual int64_t max_root_failures(const Options& options) const { return 3; }
   // Of the optimizer: "Shampoo".

@@ -217,6 +217,18 @@ void BlockedOptimizer::read_reports(bool wait) {
 
 void BlockedOptimizer::forget_derived() { *runtime_ = {}; }
 
+void BlockedOptimizer::after_load() {
+  for (const auto& group : groups()) {
+    std::vector<at::Tensor> with_state;
+    for (const auto i : c10::irange(group.params.size())) {
+      if (!group.states[i].is_empty()) {
+        with_state.push_back(group.params[i]);
+      }
+    }
+    plans().remember(group.options, with_state);
+  }
+}
+
 void BlockedOptimizer::sync_learning_rates() {
   refuse_moved_from();
   for (const auto& group : param_groups_) {

@@ -174,6 +174,14 @@ void BlockedPlans::adopt(Draft& draft, BlockedGroup& group) {
   draft.plan->bind(std::move(params), std::move(states), std::move(draft.host_steps));
 }
 
+void BlockedPlans::remember(const std::shared_ptr<const torch::optim::OptimizerOptions>& options,
+                            const std::vector<at::Tensor>& params) {
+  for (const at::Tensor& param : params) {
+    origins_[param.unsafeGetTensorImpl()] =
+        std::make_shared<StateOrigin>(StateOrigin{options, param.sizes().vec()});
+  }
+}
+
 bool BlockedPlans::set_options(size_t group,
                                std::shared_ptr<const torch::optim::OptimizerOptions> options) {
   bool fits = true;

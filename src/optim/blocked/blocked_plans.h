@@ -63,6 +63,11 @@ class BlockedPlans : public torch::CustomClassHolder {
   virtual bool set_options(size_t group,
                            std::shared_ptr<const torch::optim::OptimizerOptions> options);
 
+  // The options that the loaded or copied state of parameters belongs to, which may be others than
+  // those that bind() gets: some changes begin an average afresh.
+  void remember(const std::shared_ptr<const torch::optim::OptimizerOptions>& options,
+                const std::vector<at::Tensor>& params);
+
   // StepPlan::prepare() of all plans.
   virtual bool prepare();
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.

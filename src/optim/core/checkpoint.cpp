@@ -231,6 +231,7 @@ void SecondOrderOptimizer::replace_all(std::vector<std::unique_ptr<Options>> opt
       }
     }
   }
+  after_load();
 }
 
 }  // namespace torchium::optim

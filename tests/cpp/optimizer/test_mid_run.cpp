@@ -383,6 +383,20 @@ TEST(LateAverages, StartAfreshAfterAPause) {
   EXPECT_EQ(state.grafting_second_moment_start().item<float>(), 51);
 }
 
+TEST(LateAverages, OfAnotherKindStartAfreshAfterALoadToo) {
+  auto param = parameter(torch::ones({6, 4}));
+  Shampoo optimizer({param}, ShampooOptions(1e-3).grafting("adam").betas({0.0, 0.99}));
+  for (int step = 0; step < 50; ++step) {
+    step_length(optimizer, param);
+  }
+  load(optimizer, saved(optimizer));
+  options_of<ShampooOptions>(optimizer).grafting("adagrad");
+  EXPECT_NEAR(step_length(optimizer, param), 1e-3 * std::sqrt(24.0), 1e-6);
+  const auto& state =
+      static_cast<ShampooParamState&>(*optimizer.state().at(param.unsafeGetTensorImpl()));
+  EXPECT_EQ(state.grafting_second_moment_start().item<float>(), 50);
+}
+
 // ---- counts
 
 template <typename Options>

@@ -198,6 +198,14 @@ class BlockedOptimizer(CoreOptimizer):
         super().load_state_dict(state_dict)
         self._give_owners([(p, ranks) for p, ranks in owners if p in self._loaded_shares])
 
+    def _remember_options(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if self._has_state(p) and not is_dtensor(p)]
+            try:
+                self._plans.remember(self._OPTIONS.values(group), params)
+            except (KeyError, ValueError):  # of a copy: the next step raises it
+                return
+
     def _loaded_state(
         self, index: int, group: dict[str, Any], saved: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, State]:

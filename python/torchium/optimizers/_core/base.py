@@ -68,6 +68,10 @@ class CoreOptimizer(Optimizer):
         """Checks the saved values; returns fresh state of the parameters in ``saved`` with them."""
 
     @abstractmethod
+    def _remember_options(self) -> None:
+        """Tells the plans which options the state belongs to: they may change before the next step."""
+
+    @abstractmethod
     def _memory(self) -> tuple[Any, ...]:
         """The arguments of ``MemoryReport.from_core()``."""
 
@@ -273,6 +277,7 @@ class CoreOptimizer(Optimizer):
         self.state.update(foreign_states(state_dict))
         self.param_groups = groups
         self._forget_derived()
+        self._remember_options()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -284,6 +289,7 @@ class CoreOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget_derived()
+        self._remember_options()
         self.register_state_dict_post_hook(_clone_state)
 
     # ---- failures

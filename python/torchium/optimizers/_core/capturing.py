@@ -320,6 +320,14 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
 
     # ---- state
 
+    def _remember_options(self) -> None:
+        if self._group_name:  # the group need not exist where a copy is unpickled
+            return
+        try:
+            self._adopt_options(self._own_plan())
+        except (KeyError, ValueError):  # of a copy: the next step raises it
+            self._adopted = []
+
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         super()._check_saved_groups(state_dict, groups)
         self._check_shared(groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -420,6 +421,36 @@ def test_options_that_may_change(name, options, device):
     optimizer.check_errors()
     assert all(bool(v.isfinite().all()) for v in values(model))
     assert optimizer.state[model[0].weight]["step"] == 9
+
+
+def loaded(optimizer: Any, model: nn.Module) -> Any:
+    other = type(optimizer)(model.parameters())
+    other.load_state_dict(optimizer.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("how", ["load", "copy", "pickle"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (ALL_CASES["shampoo_all_buffers"], {"grafting": "adagrad"}),
+        (ALL_CASES["shampoo_unpreconditioned"], {"grafting": "adagrad"}),
+        (ALL_CASES["kfac"], {"damping_split": "plain"}),
+    ],
+)
+def test_options_that_change_right_after_a_load_change_as_in_the_run(make, options, how):
+    """What the state cannot follow begins afresh in both."""
+    model, optimizer = trained(make)
+    if how == "load":
+        resumed_model = copy.deepcopy(model)
+        resumed = loaded(optimizer, resumed_model)
+    elif how == "copy":
+        resumed_model, resumed = copy.deepcopy((model, optimizer))
+    else:
+        resumed_model, resumed = pickle.loads(pickle.dumps((model, optimizer)))
+    for each in (optimizer, resumed):
+        each.param_groups[0].update(options)
+    assert_same(run(resumed_model, resumed, 4, 3), run(model, optimizer, 4, 3))
 
 
 # ---- averages that start late
