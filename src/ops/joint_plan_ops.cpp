@@ -8,6 +8,7 @@
 #include "optim/kfac/fallback_reasons.h"
 #include "optim/kfac/kfac_plan.h"
 #include "optim/kfac/kfac_preconditioner_plan.h"
+#include "optim/kfac/skipped_layers.h"
 #include "optim/natural_gradient/natural_gradient_plan.h"
 #include "torchium/optim/kfac.h"
 #include "torchium/optim/natural_gradient.h"
@@ -296,6 +297,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("kfac_report_table", kfac_report_table);
   m.def("natural_gradient_report_table", natural_gradient_report_table);
   m.def("fallback_reason", optim::detail::fallback_reason);
+  m.def("unmatched_skips_warning", optim::detail::unmatched_skips_warning);
   m.def("check_grad_workers", optim::detail::check_grad_workers);
   m.class_<ModuleCapture>("ModuleCapture")
       .def(torch::init<int64_t, bool>())

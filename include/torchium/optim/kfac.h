@@ -302,6 +302,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   KFACParamState* state_of(const at::Tensor& param) const;
   detail::KfacPlan& plan() const;
   bool is_skipped(const at::Tensor& param) const;
+  void announce_unmatched_skips() const;
   std::string why_not(const at::Tensor& param) const;
 };
 

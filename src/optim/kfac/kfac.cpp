@@ -8,9 +8,12 @@
 #include "optim/kfac/skipped_layers.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <set>
+#include <string>
 #include <utility>
 
 namespace torchium::optim {
@@ -26,6 +29,12 @@ bool is_beside_frozen_weight(const gradients::detail::ModelLayers& layers,
            return other->module == place.module && other->name.ends_with("weight") &&
                   !param.requires_grad();
          });
+}
+
+// "encoder.0" of "encoder.0.weight"
+std::string layer_name(const gradients::detail::ParameterPlace& place) {
+  const size_t end = place.name.rfind('.');
+  return end == std::string::npos ? "" : place.name.substr(0, end);
 }
 
 }  // namespace
@@ -109,11 +118,8 @@ std::vector<std::string> KFAC::skip_layers_of(const Options& options) const {
 
 bool KFAC::is_skipped(const at::Tensor& param) const {
   const auto* place = layers().find(param);
-  const size_t end = place == nullptr ? 0 : place->name.rfind('.');
   return place != nullptr &&
-         detail::is_skipped_layer(skip_layers_of(defaults()),
-                                  end == std::string::npos ? "" : place->name.substr(0, end),
-                                  place->type);
+         detail::is_skipped_layer(skip_layers_of(defaults()), layer_name(*place), place->type);
 }
 
 bool KFAC::is_watched(const at::Tensor& param) const {
@@ -187,7 +193,34 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   return detail::fallback_reason("not_seen", place == nullptr ? "the model" : place->type);
 }
 
+// Entries of skip_layers that match no layer of the model, once.
+void KFAC::announce_unmatched_skips() const {
+  const auto patterns = skip_layers_of(defaults());
+  if (patterns.empty() || plan().has_compared_skips()) {
+    return;
+  }
+  std::vector<std::string> unmatched, described;
+  std::set<std::pair<std::string, std::string>> known;
+  for (const auto& [param, place] : layers().parameters()) {
+    const std::string name = layer_name(*place);
+    if (known.emplace(name, place->type).second) {
+      described.push_back(c10::str("'", name, "' (", place->type, ")"));
+    }
+  }
+  for (const std::string& pattern : patterns) {
+    if (std::ranges::none_of(known, [&](const auto& layer) {
+          return detail::is_skipped_layer({pattern}, layer.first, layer.second);
+        })) {
+      unmatched.push_back("'" + pattern + "'");
+    }
+  }
+  if (!unmatched.empty()) {
+    TORCH_WARN(detail::unmatched_skips_warning(name(), unmatched, described));
+  }
+}
+
 void KFAC::announce() {
+  announce_unmatched_skips();
   if (!plan().has_warnings()) {
     return;
   }

@@ -98,6 +98,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::string fallback_warning(const std::string& optimizer, const NamesByKind& names);
   // Whether the next step has parameters, factors or samples to warn about.
   bool has_warnings() const;
+  // Whether skip_layers was compared with the layers before, which one warning follows.
+  bool has_compared_skips() { return std::exchange(compared_skips_, true); }
   // Warnings about factors that are kept as diagonals and about numbers of samples; each names a
   // weight once. `names`: of all parameters.
   std::vector<std::string> new_warnings(const std::string& optimizer,
@@ -210,6 +212,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::unordered_set<const at::TensorImpl*> with_factors_;
   int64_t curvature_batches_ = 0;       // recorded since forget()
   std::string damping_split_, fisher_;  // of the options before
+  bool compared_skips_ = false;
   bool is_inverse_free_ = false;
   // Weights whose inverses must be recomputed: damping_split has changed, or the step that was to
   // renew them threw.

@@ -13,4 +13,10 @@ void check_skip_layers(const std::vector<std::string>& patterns);
 bool is_skipped_layer(const std::vector<std::string>& patterns, const std::string& name,
                       const std::string& type);
 
+// About entries of skip_layers that match none of the layers, such as "'head' (Linear)"; both as
+// they are to be shown.
+std::string unmatched_skips_warning(const std::string& optimizer,
+                                    const std::vector<std::string>& entries,
+                                    const std::vector<std::string>& layers);
+
 }  // namespace torchium::optim::detail

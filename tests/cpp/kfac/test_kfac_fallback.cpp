@@ -299,6 +299,23 @@ TEST(Kfac, LeavesSkippedLayersToMomentum) {
       "not a regular expression");
 }
 
+TEST(Kfac, NamesEntriesOfSkipLayersThatMatchNoLayerOnce) {
+  nn::Sequential model(nn::Linear(5, 4), nn::Tanh(), nn::Linear(4, 4));
+  KFAC optimizer(*model, KFACOptions(0.1).skip_layers({"^2$", "haed", "Norm"}));
+  const Warnings warnings;
+  for (int step = 0; step < 2; ++step) {
+    optimizer.zero_grad();
+    model->forward(torch::randn({6, 5})).square().mean().backward();
+    optimizer.step();
+  }
+  const std::string text =
+      "KFAC skips no layer for 'haed', 'Norm' of skip_layers, which no name and no class of a "
+      "layer "
+      "matches; the layers are '0' (Linear), '2' (Linear)";
+  expect_contains(warnings.text, text);
+  EXPECT_EQ(warnings.text.find(text), warnings.text.rfind(text));
+}
+
 TEST(Kfac, LeavesFrozenAndUnusedParametersAlone) {
   nn::Linear used(5, 4);
   nn::Linear frozen(4, 4);

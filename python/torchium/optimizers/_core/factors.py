@@ -67,6 +67,7 @@ class FactorCapture(Capture):
     ) -> None:
         super().__init__(FACTOR_KINDS, wants)
         self._skipped = skipped
+        self._has_compared_skips = not skipped
         self._loss_scale = weakref.WeakMethod(loss_scale)
         # Of the last declare(): the plan, and which parameters were trained or used outside. None:
         # something has changed since.
@@ -173,13 +174,28 @@ class FactorCapture(Capture):
         return None
 
     def _is_skipped(self, module: nn.Module) -> bool:
+        return any(self._matches(each, module) for each in self._skipped)
+
+    def _matches(self, entry: str | type[nn.Module], module: nn.Module) -> bool:
+        """Whether an entry of ``skip_layers`` is of this layer."""
+        if isinstance(entry, type):
+            return isinstance(module, entry)
         names = (self.modules.get(module, ""), type(module).__name__)
-        return any(
-            isinstance(module, each)
-            if isinstance(each, type)
-            else any(re.search(each, name) for name in names)
+        return any(re.search(entry, name) for name in names)
+
+    def unmatched_skips(self) -> tuple[list[str], list[str]] | None:
+        """Entries of ``skip_layers`` without a layer, and all layers, once these are known; else None."""
+        if self._has_compared_skips or not self._params <= self.owners.keys():
+            return None
+        self._has_compared_skips = True
+        layers = dict.fromkeys(module for owners in self.owners.values() for module in owners)
+        unmatched = [
+            getattr(each, "__name__", repr(each))
             for each in self._skipped
-        )
+            if not any(self._matches(each, module) for module in layers)
+        ]
+        described = [f"{self.modules.get(m, '')!r} ({type(m).__name__})" for m in layers]
+        return (unmatched, described) if unmatched else None
 
     def weight_beside(self, param: Tensor) -> Tensor | None:
         """The weight of the parameter's layer, perhaps the parameter itself; None: there is none."""

@@ -55,6 +55,10 @@ class TreatmentReports(CapturingOptimizer):
 
     def _announce(self, plan: JointPlan) -> None:
         core = plan.core
+        unmatched = self._capture.unmatched_skips()
+        if unmatched is not None:
+            text = torch.ops.torchium.unmatched_skips_warning(type(self).__name__, *unmatched)
+            self._warn(text)
         if not core.has_warnings():
             return
         names = self._short_names()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -90,6 +91,27 @@ def test_copies_skip_the_same(copied):
     backward(model)
     optimizer.step()
     assert optimizer.report()["parameters"]["encoder.0.weight"] == WHY
+
+
+@pytest.mark.parametrize("form", ["model", "parameters"])
+@pytest.mark.parametrize("make", [torchium.KFAC, torchium.KFACPreconditioner])
+def test_entries_that_match_no_layer_are_named_once(make, form):
+    model = net()
+    optimizer = make(
+        model if form == "model" else model.parameters(),
+        skip_layers=["^haed$", nn.Conv2d, nn.LayerNorm],
+    )
+    text = (
+        f"{make.__name__} skips no layer for '^haed$', Conv2d of skip_layers, which no name and no class "
+        f"of a layer matches; the layers are 'encoder.0' (Conv1d), 'head' (Linear), 'head_norm' (LayerNorm)"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+    texts = [str(each.message) for each in caught]
+    assert [each for each in texts if "skips no layer" in each] == [text]
 
 
 @pytest.mark.parametrize(
