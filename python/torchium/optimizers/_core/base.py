@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from .amp import forget_scaler
 from .checkpoint import foreign_states, saved_groups, saved_states, split_state
-from .keywords import warn_of_ignored
+from .keywords import warn_of_ignored, with_known_keywords
 from .memory import MemoryReport
 from .options import OptionList
 from .parameters import (
@@ -40,6 +40,11 @@ class CoreOptimizer(Optimizer):
     _takes_steps: ClassVar[bool] = True  # else another optimizer, which may read the same groups
     # An option by which a checkpoint of this optimizer is recognised.
     _OWN_OPTION: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = with_known_keywords(cls.__name__, cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_params(params, type(self).__name__)

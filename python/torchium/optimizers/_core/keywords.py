@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import numbers
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..._callers import users_stacklevel
@@ -35,10 +37,33 @@ _REMEDIES = {
 }
 
 
+# How other optimizers call it.
+_SYNONYMS = {"learning_rate": "lr"}
+_IMPLEMENTATION = dict.fromkeys(
+    ("foreach", "fused"), "remove it: it chooses how PyTorch runs its own steps"
+)
+
+
+def with_known_keywords(caller: str, init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, with an error for unknown keywords that says which one may be meant."""
+    parameters = inspect.signature(init).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return init
+
+    @functools.wraps(init)
+    def checked(*args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in parameters:
+                raise unexpected_keyword(caller, name, parameters, _IMPLEMENTATION.get(name, ""))
+        init(*args, **keywords)
+
+    return checked
+
+
 def unexpected_keyword(caller: str, name: str, known: Iterable[str], remedy: str = "") -> TypeError:
     """The error for a keyword that ``caller`` does not have."""
     if not remedy:
-        meant = _closest(name, known)
+        meant = _closest(_SYNONYMS.get(name, name), known, cutoff=0.75)
         remedy = f"did you mean {meant!r}?" if meant else ""
     text = f"{caller}() got an unexpected keyword argument {name!r}"
     return TypeError(f"{text}; {remedy}" if remedy else text)
@@ -74,8 +99,8 @@ def _why_ignored(
     return f"did you mean {meant!r}?" if meant else ""
 
 
-def _closest(name: str, known: Iterable[str]) -> str | None:
+def _closest(name: str, known: Iterable[str], *, cutoff: float = 0.85) -> str | None:
     """The known name of which this may be a misspelling. Keys of schedulers, as max_momentum, are not so close."""
     by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.85)
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -88,6 +89,35 @@ def test_a_misspelt_keyword_is_reported_under_the_name_of_the_callable(caller, m
     message = rf"^{caller}\(\) got an unexpected keyword argument 'weight_decy'; did you mean 'weight_decay'\?$"
     with pytest.raises(TypeError, match=message):
         make(mlp().parameters(), weight_decy=0.1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "keyword", "remedy"),
+    [
+        (torchium.Shampoo, "weight_decy", "did you mean 'weight_decay'?"),
+        (torchium.Shampoo, "update_frequency", "did you mean 'update_freq'?"),
+        (torchium.Shampoo, "foreach", "remove it: it chooses how PyTorch runs its own steps"),
+        (torchium.Adagrad, "block_sise", "did you mean 'block_size'?"),
+        (torchium.Adagrad, "learning_rate", "did you mean 'lr'?"),
+        (torchium.KFAC, "Tcov", "did you mean 'TCov'?"),
+        (torchium.NaturalGradient, "maximise", "did you mean 'maximize'?"),
+        (torchium.AdaHessian, "beta", "did you mean 'betas'?"),
+    ],
+)
+def test_a_misspelt_keyword_of_a_constructor_has_a_remedy(cls, keyword, remedy):
+    message = f"{cls.__name__}() got an unexpected keyword argument {keyword!r}; {remedy}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        cls(mlp().parameters(), **{keyword: 1})
+
+
+def test_a_subclass_may_take_other_keywords():
+    class Mine(torchium.Shampoo):
+        def __init__(self, params, *, rate):
+            super().__init__(params, lr=rate)
+
+    assert Mine(mlp().parameters(), rate=0.5).param_groups[0]["lr"] == 0.5
+    with pytest.raises(TypeError, match=r"^Mine\(\) got .* 'rat'; did you mean 'rate'\?$"):
+        Mine(mlp().parameters(), rat=0.5)
 
 
 def test_a_keyword_beside_an_optimizer_is_reported_under_the_name_of_the_callable():
