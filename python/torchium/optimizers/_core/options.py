@@ -97,15 +97,28 @@ class OptionList:
             value = options[option][int(index[:-1])] if index else options[option]
             raise ValueError(f"{name} must be {requirement}, got {value!r}")
 
+    def _wrong_type(self, name: str, value: Any) -> ValueError:
+        _, requirement = self._fields[name]
+        if name in self.scheduled:
+            requirement += ", or a function of the step number"
+        remedy = ""
+        if callable(value):
+            remedy = (
+                "; take a scheduler of torch.optim.lr_scheduler to change it"
+                if name == "lr"
+                else "; set it in param_groups to change it between steps"
+            )
+        return ValueError(f"{name} must be {requirement}, got {value!r}{remedy}")
+
     def _plain(self, name: str, value: Any) -> Any:
-        kind, requirement = self._fields[name]
+        kind, _ = self._fields[name]
         if value is None and kind.endswith("?"):
             return None
         if name == "graphs" and isinstance(value, bool):
             return "always" if value else "never"  # as C++ has them
         plain = _as_kind(kind.rstrip("?"), value)
         if plain is _WRONG:
-            raise ValueError(f"{name} must be {requirement}, got {value!r}")
+            raise self._wrong_type(name, value)
         if isinstance(plain, int) and plain > _LARGEST_INTEGER:
             raise ValueError(f"{name} must be at most 2**63 - 1")
         return plain

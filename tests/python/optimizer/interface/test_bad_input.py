@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -249,6 +250,28 @@ def test_a_learning_rate_that_is_no_number_is_refused_in_the_first_step_too(make
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert_same(values(model), before)
+
+
+def of_step(step: int) -> float:
+    return 1 / step
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "message"),
+    [
+        (torchium.KFAC, "damping", "x", "in [0, inf), or a function of the step number, got 'x'"),
+        (
+            torchium.KFAC,
+            "lr",
+            of_step,
+            "; take a scheduler of torch.optim.lr_scheduler to change it",
+        ),
+        (torchium.NaturalGradient, "damping", of_step, "; set it in param_groups to change it"),
+    ],
+)
+def test_a_value_of_a_wrong_type_has_a_remedy(cls, name, value, message):
+    with pytest.raises(ValueError, match=f"^{name} must be a finite number .*{re.escape(message)}"):
+        cls(mlp().parameters(), **{name: value})
 
 
 # ---- parameters
