@@ -9,17 +9,11 @@
 namespace torchium::optim::detail {
 namespace {
 
-const std::set<std::string_view> kNonNegative = {"step",
-                                                 "exp_avg_start",
-                                                 "grafting_second_moment_start",
-                                                 "factor_updates",
-                                                 "moment_updates",
-                                                 "grafting_second_moment",
-                                                 "diagonal",
-                                                 "hessian_diagonal",
-                                                 "exp_hessian_diag_sq",
-                                                 "use_samples",
-                                                 "sum"};
+const std::set<std::string_view> kNonNegative = {
+    "step",           "exp_avg_start",    "grafting_second_moment_start",
+    "factor_updates", "moment_updates",   "grafting_second_moment",
+    "diagonal",       "hessian_diagonal", "exp_hessian_diag_sq",
+    "root_failures",  "use_samples",      "sum"};
 
 bool is_dense_real(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
@@ -63,6 +57,9 @@ void check_fits(const at::Tensor& value, const at::Tensor& needed, const std::st
   TORCH_CHECK_VALUE(value.layout() == at::kStrided, "'", key, "' of ", param,
                     " must be a dense tensor, got a ", value.layout(), " tensor of shape ",
                     value.sizes());
+  TORCH_CHECK_VALUE(!value.is_meta(), "'", key, "' of ", param,
+                    " is on the meta device in the checkpoint, where it has no values; load the "
+                    "checkpoint with map_location='cpu'");
   const bool is_count = key == "step" && value.numel() == 1;
   TORCH_CHECK_VALUE(is_count || value.sizes() == needed.sizes(), "'", key, "' of ", param,
                     " has shape ", value.sizes(), " in the checkpoint, the optimizer needs ",
@@ -111,8 +108,9 @@ void check_gradient(const at::Tensor& grad, const at::Tensor& param, const std::
 void check_numbers(const at::Tensor& value, const std::string& key, const std::string& param) {
   TORCH_CHECK_VALUE(value.isfinite().all().item<bool>(), "'", key, "' of ", param,
                     " in the checkpoint has entries that are not finite");
-  TORCH_CHECK_VALUE(kNonNegative.count(key) == 0 || value.ge(0).all().item<bool>(), "'", key,
-                    "' of ", param, " in the checkpoint has entries below 0");
+  const bool may_be_negative = kNonNegative.count(key.substr(0, key.find('.'))) == 0;
+  TORCH_CHECK_VALUE(may_be_negative || value.ge(0).all().item<bool>(), "'", key, "' of ", param,
+                    " in the checkpoint has entries below 0");
   TORCH_CHECK_VALUE(key != "step" || value.equal(value.floor()), "'step' of ", param,
                     " in the checkpoint is ", value.item<double>(), ", which is no whole number");
 }

@@ -78,6 +78,11 @@ def make_integer(d):
     state[_matrix_key(state)] = state[_matrix_key(state)].to(torch.int64)
 
 
+def move_to_meta(d):
+    state = _first(d)
+    state[_matrix_key(state)] = state[_matrix_key(state)].to("meta")
+
+
 def make_text(d):
     _first(d)[_matrix_key(_first(d))] = "a matrix"
 
@@ -112,6 +117,7 @@ DAMAGES = {
     make_sparse: "dense",
     make_complex: "dtype",
     make_integer: "dtype",
+    move_to_meta: "on the meta device.*map_location='cpu'",
     make_text: "tensor",
     state_is_no_dict: "dict",
     add_state_of_nobody: "99",
@@ -193,6 +199,7 @@ def bad_numbers(state: dict) -> dict[str, list[float]]:
     for key in COUNTS_AND_SQUARES:
         if key in bad:
             bad[key].append(-1.0)
+    bad |= {key: [-1.0] for key in state if key.startswith("root_failures")}
     bad["step"].append(2.5)
     return bad
 
