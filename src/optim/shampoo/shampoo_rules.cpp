@@ -55,6 +55,13 @@ std::string describe_exception(const ShampooOptions& o, const std::vector<int64_
   return std::find(dims.begin(), dims.end(), 0) != dims.end() ? "no elements" : "order 0 or 1";
 }
 
+// Whether a step by the diagonal, of the length that the grafted method has, is the step of that
+// method, as in an optimizer of from_adamw().
+bool takes_grafted_step(const ShampooOptions& o) {
+  return uses_second_moment(o) && moment_beta(o) == beta2(o) &&
+         o.eps() == o.grafting_eps() * o.grafting_eps();
+}
+
 }  // namespace
 
 double l2_penalty(const ShampooOptions& o) {
@@ -101,7 +108,9 @@ BlockedPlan::Rule describe_rule(const ShampooOptions& o, at::IntArrayRef shape) 
     case ParameterRule::kMatrices:
       return {"preconditioned", describe_blocks(o, make_blocking(dims, o.block_size()))};
     case ParameterRule::kDiagonal:
-      return {"diagonal", describe_exception(o, dims)};
+      return {"diagonal",
+              describe_exception(o, dims) +
+                  (takes_grafted_step(o) ? ", takes the step of " + *o.grafting() : "")};
     case ParameterRule::kGrafted:
       return {*o.grafting(), describe_exception(o, dims)};
   }

@@ -87,12 +87,12 @@ def test_report():
     rules = {p.name: (p.rule, p.detail) for p in report.parameters}
     assert rules == {
         "conv.weight": ("preconditioned", "1 block 3x18, exponent -0.5"),
-        "conv.bias": ("diagonal", "order 0 or 1"),
-        "norm.weight": ("diagonal", "order 0 or 1"),
-        "norm.bias": ("diagonal", "order 0 or 1"),
+        "conv.bias": ("diagonal", "order 0 or 1, takes the step of adam"),
+        "norm.weight": ("diagonal", "order 0 or 1, takes the step of adam"),
+        "norm.bias": ("diagonal", "order 0 or 1, takes the step of adam"),
         "frozen.weight": ("none", "requires no gradient"),
         "wide.weight": ("preconditioned", "1 block 7x32, 1 block 7x8, exponent -0.5"),
-        "wide.bias": ("diagonal", "order 0 or 1"),
+        "wide.bias": ("diagonal", "order 0 or 1, takes the step of adam"),
         "tokens.weight": ("adam", "preconditioned is off"),
         "bag.weight": ("adam", "preconditioned is off"),
     }
