@@ -96,7 +96,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
     ``ValueError``, at construction for step 1, else in ``step()``, and changes nothing. As with
     ``torch.optim.lr_scheduler.LambdaLR``, ``state_dict()`` has the values but no functions; an optimizer that
     loads it keeps its own, and its step number is that of the checkpoint. Copies keep the functions, and so
-    do pickles, if the functions can be pickled (lambdas cannot).
+    do pickles, if the functions can be pickled: functions of a module can, and ``functools.partial`` of them, or
+    an object with a method ``__call__``; lambdas and functions within functions cannot.
 
     A gradient that is not finite, or too large to square (as for :class:`Shampoo`), skips the whole
     step, and so do inputs and output gradients of layers whose sums of squares overflow. A root that
