@@ -99,7 +99,7 @@ class OptionList:
 
     def _wrong_type(self, name: str, value: Any) -> ValueError:
         _, requirement = self._fields[name]
-        if name in self.scheduled:
+        if name in self.scheduled and not isinstance(value, numbers.Number):
             requirement += ", or a function of the step number"
         remedy = ""
         if callable(value):
