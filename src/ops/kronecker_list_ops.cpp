@@ -5,6 +5,7 @@
 #include "linalg/kronecker/kronecker_lists.h"
 #include "ops/derivative.h"
 #include "ops/find_operator.h"
+#include "ops/registration.h"
 #include <torchium/linalg/products.h>
 
 #include <ATen/ATen.h>
@@ -125,31 +126,26 @@ Tensors kron_solve_list(at::TensorList A, at::TensorList B, at::TensorList X, do
 }
 
 }  // namespace
-}  // namespace torchium::ops
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  m.def("kron_matmul.list(Tensor[] A, Tensor[] B, Tensor[] X) -> Tensor[]");
-  m.def("kron_solve.list(Tensor[] A, Tensor[] B, Tensor[] X, float damping) -> Tensor[]");
+  define_composite(m, "kron_matmul.list(Tensor[] A, Tensor[] B, Tensor[] X) -> Tensor[]",
+                   kron_matmul_list);
+  define_composite(m,
+                   "kron_solve.list(Tensor[] A, Tensor[] B, Tensor[] X, float damping) -> Tensor[]",
+                   kron_solve_list);
 }
 
-// Traced, differentiated and faked as what they are composed of.
-TORCH_LIBRARY_IMPL(torchium, CompositeImplicitAutograd, m) {
-  m.impl("kron_matmul.list", torchium::ops::kron_matmul_list);
-  m.impl("kron_solve.list", torchium::ops::kron_solve_list);
-}
+}  // namespace torchium::ops
 
 namespace torchium::linalg {
 
 std::vector<at::Tensor> kron_matmul(at::TensorList A, at::TensorList B, at::TensorList X) {
-  static const auto op =
-      ops::find_operator("torchium::kron_matmul", &ops::kron_matmul_list, "list");
-  return op.call(A, B, X);
+  return ops::call_operator<&ops::kron_matmul_list>("kron_matmul.list", A, B, X);
 }
 
 std::vector<at::Tensor> kron_solve(at::TensorList A, at::TensorList B, at::TensorList X,
                                    double damping) {
-  static const auto op = ops::find_operator("torchium::kron_solve", &ops::kron_solve_list, "list");
-  return op.call(A, B, X, damping);
+  return ops::call_operator<&ops::kron_solve_list>("kron_solve.list", A, B, X, damping);
 }
 
 }  // namespace torchium::linalg

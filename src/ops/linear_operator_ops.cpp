@@ -38,7 +38,7 @@ std::vector<linalg::LinearOperator> operators_of(const c10::List<Handle>& handle
 linalg::LinearOperator::Product python_product(int64_t number, bool transposed) {
   return [=](const at::Tensor& X) {
     static const auto op =
-        find_operator<at::Tensor(int64_t, bool, const at::Tensor&)>("torchium::operator_product");
+        find_operator<at::Tensor(int64_t, bool, const at::Tensor&)>("operator_product");
     return op.call(number, transposed, X);
   };
 }

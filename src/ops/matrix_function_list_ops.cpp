@@ -3,6 +3,7 @@
 #include "linalg/common/operand_checks.h"
 #include "linalg/matrix_functions/matrix_groups.h"
 #include "ops/find_operator.h"
+#include "ops/registration.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/core/Tensor.h>
@@ -100,48 +101,42 @@ EighLists eigensystems(at::TensorList A) {
 }
 
 }  // namespace
-}  // namespace torchium::ops
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  m.def(
+  define_composite(
+      m,
       "matrix_inverse_root.list(Tensor[] A, int root, *, float eps=0.0, float relative_eps=0.0, "
-      "str method=\"auto\") -> Tensor[]");
-  m.def(
+      "str method=\"auto\") -> Tensor[]",
+      inverse_roots);
+  define_composite(
+      m,
       "matrix_inverse_root_info.list(Tensor[] A, int root, *, float eps=0.0, float "
       "relative_eps=0.0, str method=\"auto\") -> (Tensor[] root, Tensor[] residual, Tensor[] "
-      "iterations, Tensor[] floor)");
-  m.def("eigh.list(Tensor[] A) -> (Tensor[] eigenvalues, Tensor[] eigenvectors)");
-  m.def(
+      "iterations, Tensor[] floor)",
+      inverse_roots_info);
+  define_composite(m, "eigh.list(Tensor[] A) -> (Tensor[] eigenvalues, Tensor[] eigenvectors)",
+                   eigensystems);
+  define_composite(
+      m,
       "matrix_power.list(Tensor[] A, float exponent, *, float eps=0.0, float relative_eps=0.0) -> "
-      "Tensor[]");
+      "Tensor[]",
+      powers);
 }
 
-// Traced, differentiated and faked as what they are composed of.
-TORCH_LIBRARY_IMPL(torchium, CompositeImplicitAutograd, m) {
-  using namespace torchium::ops;
-  m.impl("matrix_inverse_root.list", inverse_roots);
-  m.impl("matrix_inverse_root_info.list", inverse_roots_info);
-  m.impl("eigh.list", eigensystems);
-  m.impl("matrix_power.list", powers);
-}
+}  // namespace torchium::ops
 
 namespace torchium::linalg {
 
 std::vector<at::Tensor> matrix_inverse_root(at::TensorList A, int64_t root,
                                             const InverseRootOptions& options) {
-  static const auto op =
-      ops::find_operator<ops::Tensors(at::TensorList, int64_t, double, double, c10::string_view)>(
-          "torchium::matrix_inverse_root", "list");
-  return op.call(A, root, options.eps, options.relative_eps, options.method);
+  return ops::call_operator<&ops::inverse_roots>("matrix_inverse_root.list", A, root, options.eps,
+                                                 options.relative_eps, options.method);
 }
 
 std::vector<InverseRootInfo> matrix_inverse_root_info(at::TensorList A, int64_t root,
                                                       const InverseRootOptions& options) {
-  static const auto op =
-      ops::find_operator<ops::InfoLists(at::TensorList, int64_t, double, double, c10::string_view)>(
-          "torchium::matrix_inverse_root_info", "list");
-  const auto [roots, residuals, iterations, floors] =
-      op.call(A, root, options.eps, options.relative_eps, options.method);
+  const auto [roots, residuals, iterations, floors] = ops::call_operator<&ops::inverse_roots_info>(
+      "matrix_inverse_root_info.list", A, root, options.eps, options.relative_eps, options.method);
   std::vector<InverseRootInfo> infos;
   for (size_t i = 0; i < roots.size(); ++i) {
     infos.push_back({roots[i], residuals[i], iterations[i], floors[i]});
@@ -151,15 +146,11 @@ std::vector<InverseRootInfo> matrix_inverse_root_info(at::TensorList A, int64_t 
 
 std::vector<at::Tensor> matrix_power(at::TensorList A, double exponent, double eps,
                                      double relative_eps) {
-  static const auto op = ops::find_operator<ops::Tensors(at::TensorList, double, double, double)>(
-      "torchium::matrix_power", "list");
-  return op.call(A, exponent, eps, relative_eps);
+  return ops::call_operator<&ops::powers>("matrix_power.list", A, exponent, eps, relative_eps);
 }
 
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> eigh(at::TensorList A) {
-  static const auto op =
-      ops::find_operator<ops::EighLists(at::TensorList)>("torchium::eigh", "list");
-  return op.call(A);
+  return ops::call_operator<&ops::eigensystems>("eigh.list", A);
 }
 
 }  // namespace torchium::linalg

@@ -4,6 +4,7 @@
 #include "linalg/spectral/checked_eigh.h"
 #include "ops/find_operator.h"
 #include "ops/refuse_gradients.h"
+#include "ops/registration.h"
 #include <torchium/linalg/matrix_functions.h>
 
 #include <ATen/ATen.h>
@@ -164,95 +165,65 @@ constexpr char kRootRemedy[] = "Use matrix_power(A, -1.0 / root, ...), or pass A
 constexpr char kEighRemedy[] = "Use torch.linalg.eigh, or pass A.detach().";
 
 }  // namespace
-}  // namespace torchium::ops
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  m.def("eigh_retries() -> int", [] { return torchium::linalg::detail::eigh_retries(); });
-  m.def(
-      "matrix_inverse_root(Tensor A, int root, *, float eps=0.0, float relative_eps=0.0, "
-      "str method=\"auto\") -> Tensor");
-  m.def(
-      "matrix_inverse_root_info(Tensor A, int root, *, float eps=0.0, float relative_eps=0.0, "
-      "str method=\"auto\") -> (Tensor root, Tensor residual, Tensor iterations, Tensor floor)");
-  m.def("eigh(Tensor A) -> (Tensor eigenvalues, Tensor eigenvectors)");
-  m.def(
-      "matrix_power(Tensor A, float exponent, *, float eps=0.0, float relative_eps=0.0) -> Tensor");
+  m.def("eigh_retries() -> int", [] { return linalg::detail::eigh_retries(); });
+  define(m,
+         "matrix_inverse_root(Tensor A, int root, *, float eps=0.0, float relative_eps=0.0, "
+         "str method=\"auto\") -> Tensor",
+         inverse_root, inverse_root_meta, refuse_gradients_kernel<kRootRemedy>());
+  define(m,
+         "matrix_inverse_root_info(Tensor A, int root, *, float eps=0.0, float relative_eps=0.0, "
+         "str method=\"auto\") -> (Tensor root, Tensor residual, Tensor iterations, Tensor floor)",
+         inverse_root_info, inverse_root_info_meta, refuse_gradients_kernel<kRootRemedy>());
+  define(m, "eigh(Tensor A) -> (Tensor eigenvalues, Tensor eigenvectors)", eigensystem,
+         eigensystem_meta, refuse_gradients_kernel<kEighRemedy>());
+  define(
+      m,
+      "matrix_power(Tensor A, float exponent, *, float eps=0.0, float relative_eps=0.0) -> Tensor",
+      power_alone, power_alone_meta);
   // The parts of its derivative.
-  m.def(
-      "_matrix_power(Tensor A, float exponent, float eps, float relative_eps) -> "
-      "(Tensor power, Tensor eigenvalues, Tensor eigenvectors)");
-  m.def(
-      "_matrix_power_backward(Tensor grad, Tensor A, Tensor eigenvalues, Tensor eigenvectors, "
-      "float exponent, float relative_eps) -> Tensor");
-  m.def(
-      "_matrix_power_forward(Tensor tangent, Tensor A, Tensor eigenvalues, Tensor eigenvectors, "
-      "float exponent, float relative_eps) -> Tensor");
+  define(m,
+         "_matrix_power(Tensor A, float exponent, float eps, float relative_eps) -> "
+         "(Tensor power, Tensor eigenvalues, Tensor eigenvectors)",
+         power, power_meta);
+  define(m,
+         "_matrix_power_backward(Tensor grad, Tensor A, Tensor eigenvalues, Tensor eigenvectors, "
+         "float exponent, float relative_eps) -> Tensor",
+         power_backward, power_half_meta);
+  define(m,
+         "_matrix_power_forward(Tensor tangent, Tensor A, Tensor eigenvalues, Tensor eigenvectors, "
+         "float exponent, float relative_eps) -> Tensor",
+         power_forward, power_half_meta);
 }
 
-// Every backend, so that one that does not fit reaches the checks.
-TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
-  using namespace torchium::ops;
-  m.impl("matrix_inverse_root", inverse_root);
-  m.impl("matrix_inverse_root_info", inverse_root_info);
-  m.impl("eigh", eigensystem);
-  m.impl("matrix_power", power_alone);
-  m.impl("_matrix_power", power);
-  m.impl("_matrix_power_backward", power_backward);
-  m.impl("_matrix_power_forward", power_forward);
-}
-
-TORCH_LIBRARY_IMPL(torchium, Meta, m) {
-  using namespace torchium::ops;
-  m.impl("matrix_inverse_root", inverse_root_meta);
-  m.impl("matrix_inverse_root_info", inverse_root_info_meta);
-  m.impl("eigh", eigensystem_meta);
-  m.impl("matrix_power", power_alone_meta);
-  m.impl("_matrix_power", power_meta);
-  m.impl("_matrix_power_backward", power_half_meta);
-  m.impl("_matrix_power_forward", power_half_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchium, Autograd, m) {
-  using namespace torchium::ops;
-  m.impl("matrix_inverse_root", refuse_gradients_kernel<kRootRemedy>());
-  m.impl("matrix_inverse_root_info", refuse_gradients_kernel<kRootRemedy>());
-  m.impl("eigh", refuse_gradients_kernel<kEighRemedy>());
-}
+}  // namespace torchium::ops
 
 namespace torchium::linalg {
 
-using ops::find_operator;
+using ops::call_operator;
 
 at::Tensor matrix_inverse_root(const at::Tensor& A, int64_t root,
                                const InverseRootOptions& options) {
-  static const auto op =
-      find_operator<at::Tensor(const at::Tensor&, int64_t, double, double, c10::string_view)>(
-          "torchium::matrix_inverse_root");
-  return op.call(A, root, options.eps, options.relative_eps, options.method);
+  return call_operator<&ops::inverse_root>("matrix_inverse_root", A, root, options.eps,
+                                           options.relative_eps, options.method);
 }
 
 InverseRootInfo matrix_inverse_root_info(const at::Tensor& A, int64_t root,
                                          const InverseRootOptions& options) {
-  static const auto op =
-      find_operator<ops::InfoTuple(const at::Tensor&, int64_t, double, double, c10::string_view)>(
-          "torchium::matrix_inverse_root_info");
-  auto [X, residual, iterations, floor] =
-      op.call(A, root, options.eps, options.relative_eps, options.method);
+  auto [X, residual, iterations, floor] = call_operator<&ops::inverse_root_info>(
+      "matrix_inverse_root_info", A, root, options.eps, options.relative_eps, options.method);
   return {X, residual, iterations, floor};
 }
 
 at::Tensor matrix_power(const at::Tensor& A, double exponent, double eps, double relative_eps) {
-  static const auto op = find_operator<at::Tensor(const at::Tensor&, double, double, double)>(
-      "torchium::matrix_power");
-  return op.call(A, exponent, eps, relative_eps);
+  return call_operator<&ops::power_alone>("matrix_power", A, exponent, eps, relative_eps);
 }
 
 int64_t eigh_retries() { return detail::eigh_retries(); }
 
 std::tuple<at::Tensor, at::Tensor> eigh(const at::Tensor& A) {
-  static const auto op =
-      find_operator<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&)>("torchium::eigh");
-  return op.call(A);
+  return call_operator<&ops::eigensystem>("eigh", A);
 }
 
 }  // namespace torchium::linalg

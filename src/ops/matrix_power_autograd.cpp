@@ -20,21 +20,21 @@ Derivative power_derivative(double exponent, double relative_eps) {
   // saved: A, eigenvalues, eigenvectors.
   const auto backward = [=](const Tensor& gradient, const variable_list& saved,
                             const std::vector<bool>&) -> variable_list {
-    static const auto op = find_operator<HalfFunction>("torchium::_matrix_power_backward");
+    static const auto op = find_operator<HalfFunction>("_matrix_power_backward");
     return {op.call(gradient, saved[0], saved[1], saved[2], exponent, relative_eps)};
   };
   const auto forward = [=](const variable_list& tangents, const variable_list& saved) {
-    static const auto op = find_operator<HalfFunction>("torchium::_matrix_power_forward");
+    static const auto op = find_operator<HalfFunction>("_matrix_power_forward");
     return op.call(tangents[0], saved[0], saved[1], saved[2], exponent, relative_eps);
   };
   return {"MatrixPowerBackward", backward, forward};
 }
 
 Tensor matrix_power_autograd(const Tensor& A, double exponent, double eps, double relative_eps) {
-  const auto power_alone =
-      find_operator<Tensor(const Tensor&, double, double, double)>("torchium::matrix_power");
-  const auto power_and_spectrum =
-      find_operator<PowerTuple(const Tensor&, double, double, double)>("torchium::_matrix_power");
+  static const auto power_alone =
+      find_operator<Tensor(const Tensor&, double, double, double)>("matrix_power");
+  static const auto power_and_spectrum =
+      find_operator<PowerTuple(const Tensor&, double, double, double)>("_matrix_power");
   Tensor power, values, vectors;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;

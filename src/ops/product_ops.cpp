@@ -8,6 +8,7 @@
 #include "ops/derivative.h"
 #include "ops/find_operator.h"
 #include "ops/refuse_gradients.h"
+#include "ops/registration.h"
 #include <torchium/linalg/products.h>
 
 #include <ATen/ExpandUtils.h>
@@ -25,7 +26,7 @@
 namespace torchium::linalg {
 namespace {
 
-using ops::find_operator;
+using ops::call_operator;
 using torch::autograd::variable_list;
 
 constexpr char kUseSolve[] =
@@ -129,99 +130,71 @@ void fused_mul_add_out_autograd(const at::Tensor& a, const at::Tensor& b, const 
 }  // namespace
 
 at::Tensor kron(const at::Tensor& A, const at::Tensor& B) {
-  static const auto op = find_operator("torchium::kron", &detail::kron);
-  return op.call(A, B);
+  return call_operator<&detail::kron>("kron", A, B);
 }
 
 at::Tensor kron_matmul(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X) {
-  static const auto op = find_operator("torchium::kron_matmul", &detail::kron_matmul);
-  return op.call(A, B, X);
+  return call_operator<&detail::kron_matmul>("kron_matmul", A, B, X);
 }
 
 at::Tensor kron_solve(const at::Tensor& A, const at::Tensor& B, const at::Tensor& X,
                       double damping) {
-  static const auto op = find_operator("torchium::kron_solve", &detail::kron_solve);
-  return op.call(A, B, X, damping);
+  return call_operator<&detail::kron_solve>("kron_solve", A, B, X, damping);
 }
 
 at::Tensor chunked_matmul(const at::Tensor& A, const at::Tensor& B,
                           std::optional<int64_t> max_workspace_bytes,
                           const std::optional<std::string>& precision) {
-  static const auto op = find_operator("torchium::chunked_matmul", &detail::chunked_matmul);
-  return op.call(A, B, max_workspace_bytes, precision);
+  return call_operator<&detail::chunked_matmul>("chunked_matmul", A, B, max_workspace_bytes,
+                                                precision);
 }
 
 at::Tensor spd_inverse(const at::Tensor& A, double damping) {
-  static const auto op = find_operator("torchium::spd_inverse", &detail::spd_inverse);
-  return op.call(A, damping);
+  return call_operator<&detail::spd_inverse>("spd_inverse", A, damping);
 }
 
 at::Tensor spd_solve(const at::Tensor& A, const at::Tensor& X, double damping) {
-  static const auto op = find_operator("torchium::spd_solve", &detail::spd_solve);
-  return op.call(A, X, damping);
+  return call_operator<&detail::spd_solve>("spd_solve", A, X, damping);
 }
 
 at::Tensor fused_mul_add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
                          const std::optional<at::Tensor>& out) {
   if (out) {
-    static const auto into =
-        find_operator("torchium::fused_mul_add", &detail::fused_mul_add_out, "out");
     at::Tensor result = *out;
-    into.call(a, b, c, result);
+    call_operator<&detail::fused_mul_add_out>("fused_mul_add.out", a, b, c, result);
     return result;
   }
-  static const auto op = find_operator("torchium::fused_mul_add", &detail::fused_mul_add);
-  return op.call(a, b, c);
+  return call_operator<&detail::fused_mul_add>("fused_mul_add", a, b, c);
 }
 
 void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
-  static const auto op = find_operator("torchium::fused_mul_add_", &detail::fused_mul_add_);
-  op.call(a, b, c);
+  call_operator<&detail::fused_mul_add_>("fused_mul_add_", a, b, c);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
-  // Made of differentiable operators: one implementation for every backend and for autograd.
-  m.def("kron(Tensor A, Tensor B) -> Tensor", &detail::kron);
-  m.def("kron_matmul(Tensor A, Tensor B, Tensor X) -> Tensor", &detail::kron_matmul);
-
-  m.def("kron_solve(Tensor A, Tensor B, Tensor X, float damping) -> Tensor");
-  m.def(
+  ops::define_composite(m, "kron(Tensor A, Tensor B) -> Tensor", &detail::kron);
+  ops::define_composite(m, "kron_matmul(Tensor A, Tensor B, Tensor X) -> Tensor",
+                        &detail::kron_matmul);
+  ops::define(m, "kron_solve(Tensor A, Tensor B, Tensor X, float damping) -> Tensor",
+              &detail::kron_solve, &detail::kron_solve_meta,
+              ops::refuse_gradients_kernel<kUseSolve>());
+  ops::define(
+      m,
       "chunked_matmul(Tensor A, Tensor B, *, int? max_workspace_bytes=None, str? precision=None) "
-      "-> Tensor");
-  m.def("spd_inverse(Tensor A, *, float damping=0.0) -> Tensor");
-  m.def("spd_solve(Tensor A, Tensor X, *, float damping=0.0) -> Tensor");
-  m.def("fused_mul_add(Tensor a, Tensor b, Tensor c) -> Tensor");
-  m.def("fused_mul_add.out(Tensor a, Tensor b, Tensor c, *, Tensor(a!) out) -> ()");
-  m.def("fused_mul_add_(Tensor[] a, Tensor[] b, Tensor(a!)[] c) -> ()");
-}
-
-// Made of ATen's operators, so for every backend; sparse tensors get here too, and are refused by
-// name.
-TORCH_LIBRARY_IMPL(torchium, CompositeExplicitAutograd, m) {
-  m.impl("kron_solve", &detail::kron_solve);
-  m.impl("chunked_matmul", &detail::chunked_matmul);
-  m.impl("spd_inverse", &detail::spd_inverse);
-  m.impl("spd_solve", &detail::spd_solve);
-  m.impl("fused_mul_add", &detail::fused_mul_add);
-  m.impl("fused_mul_add.out", &detail::fused_mul_add_out);
-  m.impl("fused_mul_add_", &detail::fused_mul_add_);
-}
-
-TORCH_LIBRARY_IMPL(torchium, Meta, m) {
-  m.impl("kron_solve", &detail::kron_solve_meta);
-  m.impl("chunked_matmul", &detail::chunked_matmul_meta);
-  m.impl("spd_inverse", &detail::spd_inverse_meta);
-  m.impl("spd_solve", &detail::spd_solve_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchium, Autograd, m) {
-  m.impl("kron_solve", ops::refuse_gradients_kernel<kUseSolve>());
-  m.impl("chunked_matmul", &chunked_matmul_autograd);
-  m.impl("spd_inverse", ops::refuse_gradients_kernel<kUseInverse>());
-  m.impl("spd_solve", ops::refuse_gradients_kernel<kUseSolve>());
-  m.impl("fused_mul_add", &fused_mul_add_autograd);
-  m.impl("fused_mul_add.out", &fused_mul_add_out_autograd);
-  m.impl("fused_mul_add_", &fused_mul_add_lists_autograd);
+      "-> Tensor",
+      &detail::chunked_matmul, &detail::chunked_matmul_meta, &chunked_matmul_autograd);
+  ops::define(m, "spd_inverse(Tensor A, *, float damping=0.0) -> Tensor", &detail::spd_inverse,
+              &detail::spd_inverse_meta, ops::refuse_gradients_kernel<kUseInverse>());
+  ops::define(m, "spd_solve(Tensor A, Tensor X, *, float damping=0.0) -> Tensor",
+              &detail::spd_solve, &detail::spd_solve_meta,
+              ops::refuse_gradients_kernel<kUseSolve>());
+  // ATen's operators, which they are made of, have shapes and dtypes for the device "meta".
+  ops::define(m, "fused_mul_add(Tensor a, Tensor b, Tensor c) -> Tensor", &detail::fused_mul_add,
+              nullptr, &fused_mul_add_autograd);
+  ops::define(m, "fused_mul_add.out(Tensor a, Tensor b, Tensor c, *, Tensor(a!) out) -> ()",
+              &detail::fused_mul_add_out, nullptr, &fused_mul_add_out_autograd);
+  ops::define(m, "fused_mul_add_(Tensor[] a, Tensor[] b, Tensor(a!)[] c) -> ()",
+              &detail::fused_mul_add_, nullptr, &fused_mul_add_lists_autograd);
 }
 
 }  // namespace torchium::linalg
