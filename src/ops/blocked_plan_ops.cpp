@@ -79,34 +79,51 @@ std::shared_ptr<const distributed::ShardedShape> sharded_shape(const Numbers& nu
   return result;
 }
 
-// `options`: a tuple with one tuple of names and values per group. `names`: empty if unknown.
-// `sharded`: empty if all parameters are plain.
-std::vector<BlockedGroup> groups_from(const Self& self, const c10::IValue& options,
-                                      Lists<at::Tensor> params, Lists<std::string> names,
-                                      const Lists<Dict>& states, const Lists<Numbers>& sharded) {
-  std::vector<BlockedGroup> groups;
-  for (size_t g = 0; g < params.size(); ++g) {
-    BlockedGroup group{options_from(self->optimizer(), options.toTupleRef().elements()[g]),
-                       std::move(params[g]),
-                       std::move(names[g]),
-                       {}};
-    for (const Dict& state : states[g]) {
-      group.states.emplace_back(named(state));
-    }
-    for (const Numbers& numbers : sharded.empty() ? std::vector<Numbers>() : sharded[g]) {
-      group.sharded.push_back(sharded_shape(numbers));
-    }
-    groups.push_back(std::move(group));
+using Groups = std::vector<BlockedGroup>;
+
+BlockedGroup group_from(const Self& self, const c10::IValue& options,
+                        std::vector<at::Tensor> params, std::vector<std::string> names,
+                        const std::vector<Numbers>& sharded) {
+  BlockedGroup group{
+      options_from(self->optimizer(), options), std::move(params), std::move(names), {}};
+  for (const Numbers& numbers : sharded) {
+    group.sharded.push_back(sharded_shape(numbers));
   }
-  return groups;
+  return group;
+}
+
+// A method that takes all groups: function(self, groups, rest...). `options`: a tuple with one
+// tuple of names and values per group. `names`: empty if unknown. `sharded`: empty if all
+// parameters are plain.
+template <typename Result, typename... Rest>
+auto of_groups(Result (*function)(const Self&, Groups&, Rest...)) {
+  return [function](const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
+                    Lists<std::string> names, const Lists<Dict>& states,
+                    const Lists<Numbers>& sharded, Rest... rest) {
+    Groups groups;
+    for (size_t g = 0; g < params.size(); ++g) {
+      groups.push_back(group_from(self, options.toTupleRef().elements()[g], std::move(params[g]),
+                                  std::move(names[g]),
+                                  sharded.empty() ? std::vector<Numbers>() : sharded[g]));
+      for (const Dict& state : states[g]) {
+        groups.back().states.emplace_back(named(state));
+      }
+    }
+    return function(self, groups, rest...);
+  };
+}
+
+std::vector<Dict> dicts_of(const std::vector<ParameterState>& states) {
+  std::vector<Dict> dicts;
+  for (const ParameterState& state : states) {
+    dicts.push_back(dict_of(state.named()));
+  }
+  return dicts;
 }
 
 // The states that have changed, for the caller to keep; empty: unchanged.
-Lists<Dict> bind(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
-                 Lists<std::string> names, const Lists<Dict>& states, const Lists<Numbers>& sharded,
-                 bool all_with_state) {
+Lists<Dict> bind(const Self& self, Groups& groups, bool all_with_state) {
   using Active = BlockedPlans::Active;
-  auto groups = groups_from(self, options, std::move(params), std::move(names), states, sharded);
   const auto before = groups;
   self->bind(groups, all_with_state ? Active::kWithState : Active::kWithGradient);
   Lists<Dict> changed;
@@ -142,29 +159,15 @@ std::optional<Failure> next_failure(const Self& self, bool wait) {
 std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& options,
                        const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
                        const std::vector<Dict>& saved, const std::vector<Numbers>& sharded) {
-  BlockedGroup group{options_from(self->optimizer(), options), params, names, {}};
-  for (const Numbers& numbers : sharded) {
-    group.sharded.push_back(sharded_shape(numbers));
-  }
-  std::vector<Dict> loaded;
-  for (const ParameterState& state : self->load(index, group, named(saved))) {
-    loaded.push_back(dict_of(state.named()));
-  }
-  return loaded;
+  const BlockedGroup group = group_from(self, options, params, names, sharded);
+  return dicts_of(self->load(index, group, named(saved)));
 }
 
-// Of all groups. Ranks that share a step must all call it.
-Lists<Dict> whole_states(const Self& self, const c10::IValue& options, Lists<at::Tensor> params,
-                         Lists<std::string> names, const Lists<Dict>& states,
-                         const Lists<Numbers>& sharded) {
+// Ranks that share a step must all call it.
+Lists<Dict> whole_states(const Self& self, Groups& groups) {
   Lists<Dict> whole;
-  const auto groups =
-      groups_from(self, options, std::move(params), std::move(names), states, sharded);
   for (size_t g = 0; g < groups.size(); ++g) {
-    whole.emplace_back();
-    for (const ParameterState& state : self->whole_states(g, groups[g])) {
-      whole.back().push_back(dict_of(state.named()));
-    }
+    whole.push_back(dicts_of(self->whole_states(g, groups[g])));
   }
   return whole;
 }
@@ -173,13 +176,9 @@ Lists<Dict> whole_states(const Self& self, const c10::IValue& options, Lists<at:
 // offsets and sizes of each own block.
 using PlacesOfShare = std::tuple<Dict, bool, std::vector<int64_t>, Numbers>;
 
-// Of all groups. Ranks that share a step must all call it.
-Lists<PlacesOfShare> share_places(const Self& self, const c10::IValue& options,
-                                  Lists<at::Tensor> params, Lists<std::string> names,
-                                  const Lists<Dict>& states, const Lists<Numbers>& sharded) {
+// Ranks that share a step must all call it.
+Lists<PlacesOfShare> share_places(const Self& self, Groups& groups) {
   Lists<PlacesOfShare> result;
-  const auto groups =
-      groups_from(self, options, std::move(params), std::move(names), states, sharded);
   for (size_t g = 0; g < groups.size(); ++g) {
     result.emplace_back();
     for (const BlockedPlans::SharePlaces& places : self->share_places(g, groups[g])) {
@@ -210,17 +209,12 @@ std::string failure_message(std::string optimizer, int64_t skips,
       max_root_failures);
 }
 
-MemoryNumbers memory_report(const Self& self, const c10::IValue& options,
-                            const Lists<at::Tensor>& params, const Lists<std::string>& names,
-                            const Lists<Dict>& states, const Lists<Numbers>& sharded) {
-  return numbers_of(
-      self->memory_report(groups_from(self, options, params, names, states, sharded)));
+MemoryNumbers memory_report(const Self& self, Groups& groups) {
+  return numbers_of(self->memory_report(groups));
 }
 
-std::tuple<std::vector<ReportLine>, std::string> report(
-    const Self& self, const c10::IValue& options, const Lists<at::Tensor>& params,
-    const Lists<std::string>& names, const Lists<Dict>& states, const Lists<Numbers>& sharded) {
-  const auto report = self->report(groups_from(self, options, params, names, states, sharded));
+std::tuple<std::vector<ReportLine>, std::string> report(const Self& self, Groups& groups) {
+  const auto report = self->report(groups);
   std::vector<ReportLine> lines;
   for (const auto& line : report.parameters) {
     lines.emplace_back(line.name, line.shape, static_cast<int64_t>(line.group), line.rule,
@@ -241,7 +235,7 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
   m.def("check_numbers", optim::detail::check_numbers);
   m.class_<BlockedPlans>("BlockedPlans")
       .def(torch::init(make_plans))
-      .def("bind", bind)
+      .def("bind", of_groups(bind))
       .def("set_options",
            [](const Self& self, int64_t group, const c10::IValue& options) {
              return self->set_options(group, options_from(self->optimizer(), options));
@@ -259,15 +253,15 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("withdraw", [](const Self& self, c10::Device device) { self->withdraw(device); })
       .def("owners", &BlockedPlans::owners)
       .def("give_owners", &BlockedPlans::give_owners)
-      .def("whole_states", whole_states)
-      .def("share_places", share_places)
+      .def("whole_states", of_groups(whole_states))
+      .def("share_places", of_groups(share_places))
       .def("has_all_states", &BlockedPlans::has_all_states)
       .def("update_preconditioners", &BlockedPlans::update_preconditioners)
       .def("request_reports", &BlockedPlans::request_reports)
       .def("next_failure", next_failure)
       .def("load", load)
-      .def("memory_report", memory_report)
-      .def("report", report)
+      .def("memory_report", of_groups(memory_report))
+      .def("report", of_groups(report))
       .def("host_steps", &BlockedPlans::host_steps)
       .def("graph_count", &BlockedPlans::graph_count);
 }

@@ -150,10 +150,9 @@ c10::intrusive_ptr<KfacPlan> make_kfac_plan(const std::string& optimizer) {
 void register_kfac_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<KfacPlan>;
   register_joint_plan<KfacPlan, make_kfac_plan>(m, "KfacPlan")
-      .def("set_grad_worker_fraction",
-           [](const Self& self, double fraction) { self->set_grad_worker_fraction(fraction); })
-      .def("has_parts", [](const Self& self) { return self->has_parts(); })
-      .def("lacks_inverses", [](const Self& self) { return self->lacks_inverses(); })
+      .def("set_grad_worker_fraction", &KfacPlan::set_grad_worker_fraction)
+      .def("has_parts", &KfacPlan::has_parts)
+      .def("lacks_inverses", &KfacPlan::lacks_inverses)
       .def("whole_states",
            [](const Self& self) {
              std::vector<Dict> states;
@@ -195,12 +194,8 @@ void register_kfac_plan(torch::Library& m) {
              }
              self->declare(layers);
            })
-      .def("has_warnings", [](const Self& self) { return self->has_warnings(); })
-      .def("new_warnings",
-           [](const Self& self, const std::string& optimizer,
-              const std::vector<std::string>& names) {
-             return self->new_warnings(optimizer, names);
-           })
+      .def("has_warnings", &KfacPlan::has_warnings)
+      .def("new_warnings", &KfacPlan::new_warnings)
       .def("problem",
            [](const Self& self, int64_t weight) {
              const auto* layer = self->records().layer(self->param(static_cast<size_t>(weight)));
@@ -228,8 +223,8 @@ void register_kfac_plan(torch::Library& m) {
              return std::make_tuple(treatments, report.preconditioned, report.fallback,
                                     report.diagonal_A, report.diagonal_G, report.graph_bytes);
            })
-      .def("fallback", [](const Self& self) { return self->fallback(); })
-      .def("new_fallback", [](const Self& self) { return self->new_fallback(); })
+      .def("fallback", &KfacPlan::fallback)
+      .def("new_fallback", &KfacPlan::new_fallback)
       .def("fallback_warning", [](const Self& self, const std::string& optimizer,
                                   const c10::Dict<std::string, std::vector<std::string>>& names) {
         optim::detail::NamesByKind by_kind;
@@ -270,17 +265,14 @@ c10::intrusive_ptr<NaturalGradientPlan> make_natural_gradient_plan(
 void register_natural_gradient_plan(torch::Library& m) {
   using Self = c10::intrusive_ptr<NaturalGradientPlan>;
   register_joint_plan<NaturalGradientPlan, make_natural_gradient_plan>(m, "NaturalGradientPlan")
-      .def("is_refresh", [](const Self& self) { return self->is_refresh(); })
-      .def("is_start", [](const Self& self) { return self->is_start(); })
+      .def("is_refresh", &NaturalGradientPlan::is_refresh)
+      .def("is_start", &NaturalGradientPlan::is_start)
       .def("record",
            [](const Self& self, const at::Tensor& input, const at::Tensor& output_gradient,
               const std::vector<int64_t>& row,
               double eps) { self->receive(call_from(input, output_gradient, row, eps), {}); })
-      .def("set_jacobian",
-           [](const Self& self, std::vector<at::Tensor> rows, at::Tensor residuals) {
-             self->set_jacobian(std::move(rows), std::move(residuals));
-           })
-      .def("has_jacobian", [](const Self& self) { return self->has_jacobian(); })
+      .def("set_jacobian", &NaturalGradientPlan::set_jacobian)
+      .def("has_jacobian", &NaturalGradientPlan::has_jacobian)
       .def("report", [](const Self& self) {
         const auto report = self->report();
         return Solved{report.solver, report.samples, report.rows, report.iterations,
