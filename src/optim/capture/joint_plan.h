@@ -191,10 +191,13 @@ class JointPlanOf : public JointPlan {
     for (const auto* group : groups) {
       options.push_back(own_options(*group));
     }
-    if (!std::equal(options.begin(), options.end(), options_.begin(), options_.end(),
-                    equal_but_lr<Options>)) {
-      const bool needs_plan = !std::equal(options.begin(), options.end(), options_.begin(),
-                                          options_.end(), equal_but_scheduled<Options>);
+    const auto differ = [&](OptionTraits others) {
+      return !std::ranges::equal(options, options_, [&](const Options& a, const Options& b) {
+        return equal_but_lr(a, b, others);
+      });
+    };
+    if (differ(kPlain)) {
+      const bool needs_plan = differ(kScheduled);
       options_ = std::move(options);
       after_set_options();
       if (needs_plan) {

@@ -276,21 +276,12 @@ void check_same_in_all(const char* optimizer,
 
 // ---- comparison
 
+// Whether only the learning rate differs, and options with one of the traits `others`.
 template <typename Options>
-bool equal_but_lr(const Options& lhs, const Options& rhs) {
+bool equal_but_lr(const Options& lhs, const Options& rhs, OptionTraits others = kPlain) {
   bool equal = true;
   for_each_option(lhs, rhs, [&](const auto& a, const auto& b) {
-    equal &= a.value == b.value || std::string_view(a.name) == "lr";
-  });
-  return equal;
-}
-
-// Whether only the learning rate and options that every step reads again differ.
-template <typename Options>
-bool equal_but_scheduled(const Options& lhs, const Options& rhs) {
-  bool equal = true;
-  for_each_option(lhs, rhs, [&](const auto& a, const auto& b) {
-    equal &= a.value == b.value || std::string_view(a.name) == "lr" || (a.traits & kScheduled) != 0;
+    equal &= a.value == b.value || std::string_view(a.name) == "lr" || (a.traits & others) != 0;
   });
   return equal;
 }
