@@ -1,6 +1,7 @@
 #include "optim/kfac/sharing/layer_exchange.h"
 
 #include "distributed/buffer_layout.h"
+#include "distributed/step_agreement.h"
 
 #include <ATen/ATen.h>
 
@@ -132,10 +133,7 @@ bool LayerExchange::all_go_on(bool is_kept, const distributed::HeldError& held) 
   const std::vector<int64_t> most = ranks_.all_reduce_max(
       {held.is_set() ? ranks_.rank() + 1 : 0, is_kept || held.is_set() ? 0 : 1, is_kept ? 1 : 0});
   held.raise();
-  TORCH_CHECK(
-      most[0] == 0, "rank ", most[0] - 1,
-      " of the process group raised an error during its work in step(); see its message. No "
-      "parameter has changed, but the state of other ranks has: continue from a checkpoint");
+  distributed::check_failure(most[0], ranks_);
   TORCH_CHECK(
       most[1] == 0 || most[2] == 0,
       "gradients are finite and small enough on some ranks of the process group alone; all "
