@@ -110,9 +110,8 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   void bind();                        // the plan, to groups and state
   void adopt_groups();                // the same where something has changed, and its options
   std::vector<int64_t> next_steps();  // JointPlan
-  // update_curvature() of the optimizers.
-  void record_curvature(const at::Tensor& outputs, const std::string& loss,
-                        const CurvatureOptions& options);
+  void update_curvature(const at::Tensor& outputs, const std::string& loss,
+                        const CurvatureOptions& options = {});
   // Drops the captured calls, and decides what to capture next.
   void forget_captures();
 

@@ -16,7 +16,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 namespace torchium::optim {
@@ -256,8 +255,7 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   ///     optimizer.update_curvature(outputs, "cross_entropy");
   ///     torch::nn::functional::cross_entropy(outputs, targets).backward();
   ///     optimizer.step();
-  void update_curvature(const at::Tensor& outputs, const std::string& loss,
-                        const CurvatureOptions& options = {});
+  using CapturingOptimizer::update_curvature;
 
   KFACReport report() const;
 

@@ -14,7 +14,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace torchium::optim {
@@ -161,8 +160,7 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   /// Jacobian with respect to the parameters times a square root of the Hessian, C rows per sample
   /// for C columns, F = S^T S / N over the N samples of all calls since the last step or
   /// zero_grad(). Does nothing in steps that keep their matrix (update_freq).
-  void update_curvature(const at::Tensor& outputs, const std::string& loss,
-                        const CurvatureOptions& options = {});
+  using CapturingOptimizer::update_curvature;
 
   /// The next step minimizes r . r / (2 n) for n residuals r with the Jacobian J [n, parameters],
   /// which the caller has computed, as with second derivatives of the model: F = J^T J / n. Sets

@@ -260,7 +260,7 @@ std::vector<gradients::detail::DifferentiableCall> CapturingOptimizer::calls_of(
   return calls;
 }
 
-void CapturingOptimizer::record_curvature(const at::Tensor& outputs, const std::string& loss,
+void CapturingOptimizer::update_curvature(const at::Tensor& outputs, const std::string& loss,
                                           const CurvatureOptions& options) {
   refuse_moved_from();
   check_groups();

@@ -154,11 +154,6 @@ double KFAC::update_damping(double loss_before, double loss_after) {
   return ratio;
 }
 
-void KFAC::update_curvature(const at::Tensor& outputs, const std::string& loss,
-                            const CurvatureOptions& options) {
-  record_curvature(outputs, loss, options);
-}
-
 // ---- warnings and reports
 
 std::string KFAC::why_not(const at::Tensor& param) const {

@@ -5,7 +5,6 @@
 #include "optim/natural_gradient/natural_gradient_plan.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/irange.h>
 
 #include <algorithm>
 #include <utility>
@@ -82,11 +81,6 @@ void NaturalGradient::check_layers(const std::vector<at::Tensor>& active) {
       "batch_norm() with training = true, called in the forward pass, normalised with "
       "the statistics of the batch, so that a sample has no gradient of its own; "
       "call it with training = false and running statistics, or use group_norm()");
-}
-
-void NaturalGradient::update_curvature(const at::Tensor& outputs, const std::string& loss,
-                                       const CurvatureOptions& options) {
-  record_curvature(outputs, loss, options);
 }
 
 void NaturalGradient::update_jacobian(const std::vector<at::Tensor>& rows,
