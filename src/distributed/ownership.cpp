@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <iterator>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 namespace torchium::distributed {

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <utility>
 
 namespace torchium::distributed {
 

@@ -10,8 +10,6 @@
 
 #include <torch/library.h>
 
-#include <tuple>
-
 namespace torchium::linalg {
 namespace {
 

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <mutex>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace torchium::ops {

@@ -8,8 +8,6 @@
 
 #include <memory>
 #include <optional>
-#include <string>
-#include <utility>
 #include <vector>
 
 namespace torchium::optim {

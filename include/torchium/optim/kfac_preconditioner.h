@@ -8,7 +8,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>

@@ -18,7 +18,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 namespace torchium::gradients::detail {

@@ -1,7 +1,6 @@
 // Eigenvalues and eigenvectors of symmetric tridiagonal matrices by divide and conquer.
 #pragma once
 
-#include <cstdint>
 #include <cuda_runtime_api.h>
 
 namespace torchium::cuda_kernels {

@@ -4,7 +4,6 @@
 #include "cuda_kernels/factors/folded_images.h"
 #include "cuda_kernels/factors/moment_product.h"
 
-#include <cstdint>
 #include <cuda_runtime_api.h>
 
 namespace torchium::cuda_kernels {

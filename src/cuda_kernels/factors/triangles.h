@@ -4,7 +4,6 @@
 #include "cuda_kernels/common/parameter_table.h"
 #include "cuda_kernels/common/triangle.cuh"
 
-#include <cstdint>
 #include <cuda_runtime_api.h>
 
 namespace torchium::cuda_kernels {

@@ -8,7 +8,6 @@
 #include "cuda_kernels/split_gemm/symmetric_product.h"
 #include "cuda_kernels/split_gemm/tile_map.h"
 
-#include <algorithm>
 #include <cstdint>
 
 namespace torchium::cuda_kernels::symmetric_product_detail {

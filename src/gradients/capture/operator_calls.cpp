@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
-#include <string>
 #include <unordered_map>
 #include <vector>
 

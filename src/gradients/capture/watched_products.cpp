@@ -1,6 +1,5 @@
 #include "gradients/capture/watched_products.h"
 
-#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 

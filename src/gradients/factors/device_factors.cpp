@@ -9,7 +9,6 @@
 #include "cuda_kernels/factors/unfold.h"
 #include "support/device_code.h"
 
-#include <ATen/Context.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>

@@ -3,7 +3,6 @@
 #include "support/huge_pages.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 
 #include <algorithm>
 #include <cmath>

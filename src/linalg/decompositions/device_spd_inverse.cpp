@@ -4,9 +4,9 @@
 #include "linalg/roots/device_newton.h"
 #include "linalg/roots/newton.h"
 #include "linalg/spectral/eigh.h"
+#include "linalg/spectral/spectral.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/inverse_root/inverse_refinement.h"

@@ -10,10 +10,7 @@
 #include "linalg/spectral/unit_scale.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <vector>

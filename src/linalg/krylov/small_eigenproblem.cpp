@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <complex>
 #include <optional>
-#include <utility>
 #include <vector>
 
 namespace torchium::linalg::detail {

@@ -3,7 +3,6 @@
 #include "linalg/spectral/spectral.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 
 #include <cmath>
 

@@ -5,7 +5,6 @@
 #include "linalg/products/streamed_matmul.h"
 #include "linalg/products/tile_product.h"
 
-#include <ATen/Context.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>

@@ -3,7 +3,6 @@
 #include "linalg/products/symmetric_storage.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -2,7 +2,6 @@
 
 #include "linalg/products/split_product.h"
 
-#include <ATen/Context.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>

@@ -5,7 +5,6 @@
 #include "linalg/spectral/spectral.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 
 #include <algorithm>
 #include <cmath>

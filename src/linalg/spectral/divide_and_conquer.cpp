@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <limits>
-#include <tuple>
 #include <utility>
 
 #ifdef TORCHIUM_WITH_CUDA

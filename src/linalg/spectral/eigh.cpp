@@ -7,7 +7,6 @@
 #include "linalg/spectral/serial_lapack.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 

@@ -5,7 +5,6 @@
 
 #include <map>
 #include <tuple>
-#include <utility>
 
 namespace torchium::optim::detail {
 namespace {

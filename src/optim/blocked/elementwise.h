@@ -6,8 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
 namespace torchium::optim::detail {
 
 struct GradientRule {

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>

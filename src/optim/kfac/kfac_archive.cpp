@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <utility>
 
 namespace torchium::optim {
 

@@ -1,7 +1,6 @@
 // What the ranks that share a step of K-FAC agree on, who makes which inverses, and the state of
 // all ranks together.
 #include "distributed/ownership.h"
-#include "optim/kfac/factors/kfac_factors.h"
 #include "optim/kfac/kfac_plan.h"
 
 #include <ATen/ATen.h>

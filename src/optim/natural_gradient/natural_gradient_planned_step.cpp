@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
 
-#include <algorithm>
 #include <cstdint>
 
 namespace torchium::optim::detail {

@@ -18,9 +18,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
-#include <optional>
 
 namespace torchium::optim::detail {
 namespace {

@@ -8,7 +8,6 @@
 #include <c10/util/irange.h>
 
 #include <cmath>
-#include <utility>
 
 namespace torchium::optim::detail {
 namespace {

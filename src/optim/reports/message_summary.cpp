@@ -3,7 +3,6 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <utility>
 
 namespace torchium::optim::detail {
 namespace {

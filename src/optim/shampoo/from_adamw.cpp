@@ -3,7 +3,6 @@
 #include "torchium/optim/shampoo.h"
 
 #include <memory>
-#include <tuple>
 #include <utility>
 
 namespace torchium::optim {

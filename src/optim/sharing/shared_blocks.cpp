@@ -1,6 +1,5 @@
 #include "optim/sharing/shared_blocks.h"
 
-#include "optim/core/state_checks.h"
 #include "optim/core/step_plan.h"
 
 #include <ATen/ATen.h>

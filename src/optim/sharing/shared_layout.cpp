@@ -1,10 +1,8 @@
 // The memory of SharedPlans: what this rank computes, sends and receives in a step.
 #include "distributed/buffer_layout.h"
-#include "optim/core/state_checks.h"
 #include "optim/sharing/shared_plans.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <optional>

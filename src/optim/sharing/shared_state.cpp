@@ -5,9 +5,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
 
-#include <algorithm>
 #include <string>
-#include <utility>
 
 namespace torchium::optim::detail {
 namespace {

@@ -10,8 +10,6 @@
 #include "optim/core/parameter_state.h"
 #include "optim/sharing/shared_blocks.h"
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>

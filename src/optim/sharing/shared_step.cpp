@@ -11,9 +11,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 
-#include <algorithm>
-#include <utility>
-
 namespace torchium::optim::detail {
 
 void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {

@@ -12,7 +12,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cmath>
 
 namespace torchium::linalg::detail {
 namespace {

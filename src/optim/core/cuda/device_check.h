@@ -11,7 +11,6 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <cuda_runtime_api.h>
 #include <optional>
 #include <utility>

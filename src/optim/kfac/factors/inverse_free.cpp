@@ -6,7 +6,6 @@
 #include "support/tensor_version.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/irange.h>
 
 #include <algorithm>
 #include <map>

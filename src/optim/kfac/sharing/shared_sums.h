@@ -4,7 +4,6 @@
 #include "distributed/communicator.h"
 #include "optim/kfac/factors/factor_records.h"
 
-#include <cstdint>
 #include <vector>
 
 namespace torchium::optim::detail {
