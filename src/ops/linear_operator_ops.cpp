@@ -57,6 +57,22 @@ linalg::EstimateOptions estimate(std::optional<int64_t> num_samples, int64_t see
   return {num_samples, static_cast<uint64_t>(seed)};
 }
 
+// Methods of LinearOperator with the arguments of Python.
+template <auto method>
+Handle image(const Handle& self, std::optional<double> tol, int64_t max_iterations) {
+  return handle_of((self->A.*method)(iteration(tol, max_iterations)));
+}
+template <auto method>
+auto estimated(const Handle& self, std::optional<int64_t> num_samples, int64_t seed) {
+  return (self->A.*method)(estimate(num_samples, seed));
+}
+
+// Product, Sum and the like.
+template <typename Composite>
+Handle composite_operator(const c10::List<Handle>& parts) {
+  return handle_of(Composite(operators_of(parts)));
+}
+
 // A as a matrix whose products keep the functions alive that Python has stored in `owner`: the
 // derivative of a solution multiplies by them.
 linalg::LinearOperator with_owner(const linalg::LinearOperator& A, const at::Tensor& owner) {
@@ -105,6 +121,7 @@ TORCH_LIBRARY_IMPL(torchium, FuncTorchBatched, m) {
 TORCH_LIBRARY_FRAGMENT(torchium, m) {
   using Tensor = at::Tensor;
   using Number = std::optional<double>;
+  using Operator = linalg::LinearOperator;
   m.class_<OperatorHandle>("LinearOperator")
       .def("kind", [](const Handle& self) { return self->A.kind(); })
       .def("sizes", [](const Handle& self) { return self->A.sizes(); })
@@ -122,36 +139,22 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
       .def("add",
            [](const Handle& self, const Handle& other) { return handle_of(self->A + other->A); })
       .def("scale", [](const Handle& self, double c) { return handle_of(c * self->A); })
-      .def("inverse",
-           [](const Handle& self, Number tol, int64_t max_iterations) {
-             return handle_of(self->A.inverse(iteration(tol, max_iterations)));
-           })
+      .def("inverse", &image<&Operator::inverse>)
       .def("solve",
            [](const Handle& self, const Tensor& X, Number tol, int64_t max_iterations) {
              return self->A.solve(X, iteration(tol, max_iterations));
            })
-      .def("exp",
-           [](const Handle& self, Number tol, int64_t max_iterations) {
-             return handle_of(self->A.exp(iteration(tol, max_iterations)));
-           })
-      .def("sqrt",
-           [](const Handle& self, Number tol, int64_t max_iterations) {
-             return handle_of(self->A.sqrt(iteration(tol, max_iterations)));
-           })
+      .def("exp", &image<&Operator::exp>)
+      .def("sqrt", &image<&Operator::sqrt>)
       .def("pow",
            [](const Handle& self, double exponent, Number tol, int64_t max_iterations) {
              return handle_of(self->A.pow(exponent, iteration(tol, max_iterations)));
            })
-      .def("diag", [](const Handle& self, std::optional<int64_t> num_samples,
-                      int64_t seed) { return self->A.diag(estimate(num_samples, seed)); })
-      .def("trace", [](const Handle& self, std::optional<int64_t> num_samples,
-                       int64_t seed) { return self->A.trace(estimate(num_samples, seed)); })
-      .def("slogdet", [](const Handle& self, std::optional<int64_t> num_samples,
-                         int64_t seed) { return self->A.slogdet(estimate(num_samples, seed)); })
-      .def("logdet", [](const Handle& self, std::optional<int64_t> num_samples,
-                        int64_t seed) { return self->A.logdet(estimate(num_samples, seed)); })
-      .def("det", [](const Handle& self, std::optional<int64_t> num_samples,
-                     int64_t seed) { return self->A.det(estimate(num_samples, seed)); })
+      .def("diag", &estimated<&Operator::diag>)
+      .def("trace", &estimated<&Operator::trace>)
+      .def("slogdet", &estimated<&Operator::slogdet>)
+      .def("logdet", &estimated<&Operator::logdet>)
+      .def("det", &estimated<&Operator::det>)
       .def("eigs", [](const Handle& self, std::optional<int64_t> k,
                       const std::string& which) { return self->A.eigs(k, which); })
       .def("solve_iteratively", &solve_iteratively);
@@ -192,17 +195,10 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
           return handle_of(linalg::Convolution(kernel, shape));
         });
   m.def("sparse_operator", [](const Tensor& A) { return handle_of(linalg::Sparse(A)); });
-  m.def("product_operator", [](const c10::List<Handle>& factors) {
-    return handle_of(linalg::Product(operators_of(factors)));
-  });
-  m.def("sum_operator",
-        [](const c10::List<Handle>& terms) { return handle_of(linalg::Sum(operators_of(terms))); });
-  m.def("kronecker_operator", [](const c10::List<Handle>& factors) {
-    return handle_of(linalg::Kronecker(operators_of(factors)));
-  });
-  m.def("block_diag_operator", [](const c10::List<Handle>& blocks) {
-    return handle_of(linalg::BlockDiag(operators_of(blocks)));
-  });
+  m.def("product_operator", &composite_operator<linalg::Product>);
+  m.def("sum_operator", &composite_operator<linalg::Sum>);
+  m.def("kronecker_operator", &composite_operator<linalg::Kronecker>);
+  m.def("block_diag_operator", &composite_operator<linalg::BlockDiag>);
   m.def("low_rank_plus_diagonal_operator",
         [](const Tensor& d, const Tensor& U, const std::optional<Tensor>& V) {
           return handle_of(linalg::LowRankPlusDiagonal(d, U, V));
