@@ -74,7 +74,7 @@ class CoreOptimizer(Optimizer):
 
     @abstractmethod
     def _remember_options(self) -> None:
-        """Tells the plans which options the state belongs to: they may change before the next step."""
+        """Gives the plans the options that the state belongs to: others may be set before the next step."""
 
     @abstractmethod
     def _memory(self) -> tuple[Any, ...]:
