@@ -165,6 +165,14 @@ def _is_operator(event: dict[str, Any]) -> bool:
     return event["cat"] == "cpu_op" and not event["name"].startswith(PREFIX)
 
 
+def _is_dispatched_again(event: dict[str, Any], stack: Sequence[_Range]) -> bool:
+    """Whether an operator calls itself, as those of derivatives and of autocast do."""
+    if event["cat"] != "cpu_op" or not stack:
+        return False
+    outer = stack[-1].event
+    return bool(outer["cat"] == "cpu_op" and outer["name"] == event["name"])
+
+
 class _Costs:
     """Sums the events of one thread after the other."""
 
@@ -196,7 +204,7 @@ class _Costs:
             is_counted = True
         elif _is_phase(name):
             phase = name.removeprefix(PREFIX)
-            self.phases[phase].calls += 1
+            self.phases[phase].calls += not _is_dispatched_again(event, stack)
         elif not is_counted and name in PRODUCTS:
             self._count(event, phase)
             is_counted = True

@@ -70,6 +70,31 @@ def test_operators_without_tensors_are_no_phases():
     )
 
 
+def test_a_call_counts_once_however_often_it_is_dispatched():
+    A, b = torch.eye(4), torch.ones(4, 1)
+    calls = {
+        "svd": lambda: linalg.svd(A),
+        "spd_solve": lambda: linalg.spd_solve(A, b),
+        "matrix_power": lambda: linalg.matrix_power(A, -0.5),
+        "fused_mul_add": lambda: linalg.fused_mul_add(A, A, A),
+    }
+    with torchium.profile(device="cpu", print_table=False) as profile:
+        for call in calls.values():
+            call()
+        with torch.autocast("cpu", torch.bfloat16):
+            linalg.eigh(A)
+        for _ in range(2):
+            linalg.polar(A)
+        with (
+            torch.profiler.record_function("torchium::nested"),
+            torch.profiler.record_function("torchium::nested"),
+        ):
+            pass
+    found = {phase.name: phase.calls for phase in profile.phases}
+    expected = {**dict.fromkeys(calls, 1), "eigh": 1, "polar": 2, "nested": 2}
+    assert {name: found[name] for name in expected} == expected
+
+
 def test_an_operator_counts_once_however_many_it_calls():
     costs = phase_costs(
         [
