@@ -32,8 +32,8 @@ struct KrylovOptions {
   std::optional<int64_t> max_basis;
   int64_t max_restarts = 100;
   // An eigenpair has converged if its residual is at most tol times the largest magnitude of an
-  // eigenvalue of H, or if it is a rounding error that no longer falls (tol 0). Default:
-  // epsilon(dtype)^(2/3).
+  // eigenvalue of H, or if it is a rounding error, also of the restarts, that no longer falls
+  // (tol 0). Default: epsilon(dtype)^(2/3).
   std::optional<double> tol;
   at::Tensor start;   // [n] or [n, block_size]; default: random signs
   uint64_t seed = 0;  // of the random signs, which are equal on every device

@@ -63,7 +63,8 @@ def lanczos(
         max_restarts: after these a warning names the number of pairs that have not converged.
         tol: an eigenpair has converged if ``|A x - lambda x| <= tol max |lambda|``; by default
             ``finfo(dtype).eps ** (2 / 3)``. With 0 the method ends once the residuals are rounding
-            errors, below ``100 finfo(dtype).eps max |lambda|``, and no longer fall.
+            errors, below ``100 finfo(dtype).eps max |lambda|`` and those of the restarts, and no longer
+            fall.
         start: ``[n]`` or ``[n, block_size]``; by default random signs.
         seed: of the random signs, which are equal on every device. No global random state changes.
         dtype, device: of a function alone; by default those of ``start``, else float32 on the CPU.

@@ -44,7 +44,7 @@ at::Tensor LogdetProcess::next_operand() {
 }
 
 void LogdetProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product) {
-  at::Tensor w = product.mT().unsqueeze(2).clone();  // [columns, n, 1]
+  at::Tensor w = in_units(product).mT().unsqueeze(2).clone();  // [columns, n, 1]
   const at::Tensor length = norms(w, 1, /*keepdim=*/true);
   const at::Tensor V = bases_.narrow(1, 0, step_ + 1);
   for (int pass = 0; pass < 2; ++pass) {
@@ -73,7 +73,8 @@ void LogdetProcess::end_block() {
       projections_.narrow(1, 0, step_).narrow(2, 0, step_).to(at::kDouble).contiguous();
   const auto [theta, X] = eigh(T);
   const at::Tensor weights = X.select(1, 0).square();
-  estimate_.add((weights * theta.log()).sum(1) * static_cast<double>(n_));
+  const at::Tensor logs = theta.log() + exponent() * M_LN2;
+  estimate_.add((weights * logs).sum(1) * static_cast<double>(n_));
   first_ += columns_;
   columns_ = 0;
   bases_.reset();

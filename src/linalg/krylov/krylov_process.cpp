@@ -24,6 +24,8 @@ namespace {
 
 // Residuals, in units of epsilon and the largest eigenvalue, that may be rounding errors.
 constexpr double kRoundingErrors = 100.0;
+// The same of the errors that each restart adds: it is computed in float64.
+constexpr double kRestartRounding = 100.0 * std::numeric_limits<double>::epsilon();
 // Eigenpairs of a matrix that is not smaller.
 constexpr int64_t kDefaultPairs = 6;
 
@@ -161,7 +163,8 @@ at::Tensor KrylovProcess::product(const LinearOperator& A, const at::Tensor& X) 
   return dense != nullptr ? symmetric_dense_product(dense->A, X) : A.matmul(X);
 }
 
-void KrylovProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product) {
+void KrylovProcess::use(const at::Tensor& /*operand*/, const at::Tensor& given) {
+  const at::Tensor product = in_units(given);
   if (solves_densely()) {
     solve_densely(product);
     return;
@@ -220,14 +223,16 @@ void KrylovProcess::solve_densely(const at::Tensor& A) {
 }
 
 // Whether the pairs have converged, or are rounding errors that do not fall any more: each restart
-// adds about epsilon to them. The next check is due when half of the steps are done that are
+// adds some to them. The next check is due when half of the steps are done that are
 // missing if the residual falls as since the last check; it mostly falls faster.
 bool KrylovProcess::has_converged(const RitzPairs& pairs, int64_t step) {
   const double unit = pairs.values.abs().max().item<double>();
   const double residual = pairs.residuals.max().item<double>();
   if (residual <= tol_ * unit) return true;
   const double relative = residual / unit;
-  const double noise = kRoundingErrors * epsilon_;
+  const double noise =
+      kRoundingErrors * epsilon_ +
+      std::min(restart_error_ / unit, kRestartRounding * static_cast<double>(restarts_));
   if (step > last_step_ && relative >= last_residual_ && relative <= noise) {
     tol_ = std::max(tol_, noise);
     return true;
@@ -277,9 +282,11 @@ void KrylovProcess::finish(const RitzPairs& pairs) {
                            " eigenpairs have not converged in ", options_.max_restarts,
                            " restarts; raise max_basis or max_restarts, or tol (", tol_, ").");
   }
-  const auto sent = sent_together(
-      {pairs.vectors.narrow(1, 0, k_), pairs.values.narrow(0, 0, k_), pairs.residuals, converged},
-      tensor_options_);
+  const double unit = std::ldexp(1.0, exponent());
+  const auto sent =
+      sent_together({pairs.vectors.narrow(1, 0, k_), pairs.values.narrow(0, 0, k_) * unit,
+                     pairs.residuals * unit, converged},
+                    tensor_options_);
   const auto combined = [&](const at::Tensor& x) {
     return solves_densely() ? x : space_->combined(x);
   };

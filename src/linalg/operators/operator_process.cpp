@@ -1,15 +1,34 @@
 #include "linalg/operators/operator_process.h"
 
 #include "linalg/common/operator_checks.h"
+#include "linalg/spectral/unit_scale.h"
 #include "support/derivatives.h"
 #include "support/no_autocast.h"
 #include "support/no_transforms.h"
 #include "support/phase.h"
 #include "support/tensor_version.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <cmath>
+#include <cstdlib>
+
 namespace torchium::linalg::detail {
+
+at::Tensor OperatorProcess::in_units(const at::Tensor& product) {
+  if (product.scalar_type() != at::kDouble) {
+    return product;
+  }
+  if (!exponent_) {
+    constexpr int kHarmless = 300;  // the range is 2^-1074 to 2^1024
+    const double largest = product.abs().max().item<double>();
+    const int exponent = std::isfinite(largest) && largest > 0 ? std::ilogb(largest) : 0;
+    exponent_ = std::abs(exponent) > kHarmless ? exponent : 0;
+  }
+  return *exponent_ == 0 ? product
+                         : times_power_of_two(product, at::full({}, -*exponent_, at::kInt));
+}
 
 void OperatorProcess::multiply(const LinearOperator& A, const at::Tensor& X) {
   const int64_t version = torchium::detail::version_of(X);

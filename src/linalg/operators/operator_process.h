@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace torchium::linalg::detail {
@@ -34,12 +35,18 @@ class OperatorProcess {
   virtual void use(const at::Tensor& operand, const at::Tensor& product) = 0;
   virtual std::vector<at::Tensor> make_result() = 0;
 
+  // The product in units of 2^exponent(), so that its squares stay within the range of float64;
+  // those of float32 do anyway. The first product decides: mostly the exponent is 0.
+  at::Tensor in_units(const at::Tensor& product);
+  int exponent() const { return exponent_.value_or(0); }
+
   int64_t products_ = 0;  // columns, with those that use() is given
 
  private:
   void multiply(const LinearOperator& A, const at::Tensor& X);
 
   const char* phase_;
+  std::optional<int> exponent_;
 };
 
 }  // namespace torchium::linalg::detail

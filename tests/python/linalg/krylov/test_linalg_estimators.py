@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
@@ -171,6 +172,13 @@ def test_an_invariant_space_ends_the_quadrature():
     torch.testing.assert_close(
         found.value, 50 * torch.tensor(3.0).double().log(), rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e160, 1e300])
+def test_logdet_of_huge_and_tiny_numbers(scale):
+    A = torch.diag(torch.linspace(1, 2, 50, dtype=torch.float64))
+    found = linalg.logdet(scale * A).value - 50 * math.log(scale)
+    torch.testing.assert_close(found, linalg.logdet(A).value, rtol=1e-9, atol=0)
 
 
 def test_logdet_of_an_indefinite_matrix_is_nan():

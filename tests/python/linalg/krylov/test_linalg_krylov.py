@@ -257,6 +257,16 @@ def test_a_tolerance_out_of_reach_does_not_cost_accuracy(dtype):
     assert found.products < 400
 
 
+@pytest.mark.parametrize("method", [linalg.lanczos, linalg.arnoldi])
+def test_without_a_tolerance_restarts_end_at_rounding_errors(method):
+    """They add up to more than those of a residual."""
+    values = torch.linspace(0, 1, 500, dtype=torch.float64)
+    A = with_eigenvalues(values)
+    found = method(A, 3, tol=0.0)
+    assert_pairs(A, found, values.flip(0)[:3].to(found.eigenvalues), 1e-13)
+    assert found.products < 600
+
+
 def test_what_has_not_converged_is_named():
     A = with_eigenvalues(torch.linspace(0, 1, 400).double())
     with pytest.warns(
@@ -357,6 +367,18 @@ def test_squares_of_entries_may_leave_the_range_of_float32(device, scale, method
     expected = values.double().flip(0)[:3].to(device)
     found_values = found.eigenvalues.to(torch.complex128).real / scale
     torch.testing.assert_close(found_values, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [12, 200])
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e160, 1e300])
+@pytest.mark.parametrize("method", [linalg.lanczos, linalg.arnoldi])
+def test_squares_of_entries_may_leave_the_range_of_float64(device, n, scale, method):
+    A = with_eigenvalues(torch.linspace(0, 1, n).double(), device)
+    found, expected = method(scale * A, 3), method(A, 3)
+    assert bool(found.converged.all())
+    torch.testing.assert_close(found.eigenvalues / scale, expected.eigenvalues, rtol=1e-9, atol=0)
+    assert (found.residual_norms / scale <= 1e-9).all()
 
 
 @pytest.mark.parametrize("n", [20, 200])
