@@ -43,6 +43,9 @@ class LinearSystem {
   at::Tensor precondition(const at::Tensor& X) const {
     return options_.preconditioner ? options_.preconditioner->matmul(X) : X;
   }
+  const char* or_preconditioner() const {
+    return options_.preconditioner ? ", or preconditioner is not" : "";
+  }
   int64_t iterations_left() const { return options_.max_iterations - iterations_; }
   void count(int64_t iterations) { iterations_ += iterations; }
   const at::Tensor& goals() const { return goals_; }
@@ -213,8 +216,8 @@ at::Tensor conjugate_gradients(LinearSystem& system, at::Tensor R) {
     rho = next;
     system.count(1);
     if (i % period == 0 || i == most) {
-      TORCH_CHECK_VALUE(!is_indefinite.any().item<bool>(),
-                        "cg: A is not positive definite: x^T A x <= 0 was met. Use gmres.");
+      TORCH_CHECK_VALUE(!is_indefinite.any().item<bool>(), "cg: A is not positive definite",
+                        system.or_preconditioner(), ": x^T A x <= 0 was met. Use gmres.");
       if (!is_active.any().item<bool>()) {
         break;
       }

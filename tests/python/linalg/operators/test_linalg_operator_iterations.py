@@ -403,6 +403,13 @@ def test_conjugate_gradients_refuse_indefinite_matrices():
         linalg.cg(A, torch.ones(50, dtype=torch.float64))
 
 
+def test_conjugate_gradients_name_the_preconditioner():
+    A, b = torch.eye(50), torch.ones(50)
+    message = "A is not positive definite, or preconditioner is not"
+    with pytest.raises(ValueError, match=message):
+        linalg.cg(A, b, preconditioner=torch.zeros(50, 50))
+
+
 def test_gmres_of_a_singular_matrix_tells_that_it_fails():
     A = torch.diag(torch.tensor([1.0, 2, 0], dtype=torch.float64))
     with pytest.warns(UserWarning, match="1 of 1 columns have not converged"):
