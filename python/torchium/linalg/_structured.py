@@ -180,8 +180,9 @@ class BlockDiag(_Composite):
 class LowRankPlusDiagonal(LinearOperator):
     """``diag(d) + U V^T``.
 
-    If no entry of ``d`` is zero, its inverse is of the same kind (Woodbury), and its determinant one
-    of order k (matrix determinant lemma).
+    Its inverse is of the same kind (Woodbury), and its determinant one of order k (matrix determinant
+    lemma), unless entries of ``d`` are zero, or so small next to ``U V^T`` that the formula would lose
+    their digits.
 
     Args:
         d: ``[..., n]``.

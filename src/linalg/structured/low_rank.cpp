@@ -1,11 +1,19 @@
 #include "linalg/structured/low_rank.h"
 
+#include "linalg/common/precision.h"
+#include "linalg/common/random_signs.h"
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/operand_checks.h"
 #include <torchium/linalg/structured_operators.h>
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
 
 namespace torchium::linalg::detail {
 namespace {
@@ -41,7 +49,7 @@ Property LowRankNode::property() const {
   if (!U_.is_same(V_)) {  // of unknown sign
     return Property::kSymmetric;
   }
-  const double smallest = d_.detach().min().item<double>();
+  const double smallest = d_.numel() == 0 ? 0.0 : d_.detach().min().item<double>();
   return smallest > 0    ? Property::kPositiveDefinite
          : smallest == 0 ? Property::kPositiveSemidefinite
                          : Property::kSymmetric;
@@ -59,27 +67,52 @@ at::Tensor LowRankNode::capacitance() const {
 
 // det(D + U V^T) = det(D) det(I + V^T D^-1 U).
 std::optional<Slogdet> LowRankNode::slogdet(const EstimateOptions&) const {
-  if (has_zero()) {
+  if (has_zero() || (n <= kLargestDenseOrder && is_inaccurate(woodbury()))) {
     return std::nullopt;
   }
   const auto [sign, logabsdet] = at::linalg_slogdet(capacitance());
   return Slogdet{sign * d_.sign().prod(-1), logabsdet + d_.abs().log().sum(at::IntArrayRef{-1})};
 }
 
-// (D + U V^T)^-1 = D^-1 - D^-1 U (I + V^T D^-1 U)^-1 V^T D^-1 (Woodbury).
+// (D + U V^T)^-1 = D^-1 - D^-1 U (I + V^T D^-1 U)^-1 V^T D^-1 (Woodbury). None: it is singular.
+std::shared_ptr<LowRankNode> LowRankNode::woodbury() const {
+  const at::Tensor left = U_ / d_.unsqueeze(-1), right = V_ / d_.unsqueeze(-1);
+  const auto [solution, info] =
+      at::linalg_solve_ex(capacitance(), left, /*left=*/false, /*check_errors=*/false);
+  return info.gt(0).any().item<bool>()
+             ? nullptr
+             : std::make_shared<LowRankNode>(d_.reciprocal(), -solution, right, symmetric_);
+}
+
+// Entries of D that are small next to U V^T may leave nothing of I but rounding errors. By a vector
+// of random signs: |A x - z| > sqrt(epsilon) (|A| |x| + |z|) for x = A^-1 z.
+bool LowRankNode::is_inaccurate(const std::shared_ptr<LowRankNode>& inverse) const {
+  if (!inverse) {
+    return false;
+  }
+  const c10::NoGradGuard no_grad;
+  const at::Tensor z = random_signs(n, 1, /*seed=*/0, 0, options);
+  const at::Tensor x = inverse->multiply(z);
+  const auto length = [](const at::Tensor& y) {
+    return at::linalg_vector_norm(y, 2, at::IntArrayRef{-2, -1}, false, at::kDouble);
+  };
+  const at::Tensor norm = d_.abs().amax(-1).to(at::kDouble) + length(U_) * length(V_);  // at most
+  const at::Tensor limit = std::sqrt(epsilon_of(d_.scalar_type())) * (norm * length(x) + length(z));
+  return length(multiply(x) - z).gt(limit).any().item<bool>();
+}
+
 std::optional<LinearOperator> LowRankNode::apply(const MatrixFunction& f) const {
   if (!f.is_inverse() || has_zero()) {
     return std::nullopt;
   }
-  const at::Tensor left = U_ / d_.unsqueeze(-1), right = V_ / d_.unsqueeze(-1);
-  const auto [solution, info] =
-      at::linalg_solve_ex(capacitance(), left, /*left=*/false, /*check_errors=*/false);
-  if (info.gt(0).any().item<bool>()) {
+  auto inverse = woodbury();
+  if (!inverse) {
     throw_singular(kind, f, "I + V^T D^-1 U is singular");
   }
-  const LinearOperator inverse =
-      make_operator<LowRankNode>(d_.reciprocal(), -solution, right, symmetric_);
-  return with_property(inverse, std::max(assumed, property()));
+  if (is_inaccurate(inverse)) {
+    return std::nullopt;
+  }
+  return with_property(LinearOperator(std::move(inverse)), std::max(assumed, property()));
 }
 
 LinearOperator LowRankNode::plus_diagonal(const at::Tensor& e) const {

@@ -3,6 +3,8 @@
 
 #include "linalg/structured/operator_node.h"
 
+#include <memory>
+
 namespace torchium::linalg::detail {
 
 class LowRankNode final : public NodeOf<LowRankNode> {
@@ -21,6 +23,8 @@ class LowRankNode final : public NodeOf<LowRankNode> {
   LinearOperator plus_diagonal(const at::Tensor& e) const;
 
  private:
+  std::shared_ptr<LowRankNode> woodbury() const;
+  bool is_inaccurate(const std::shared_ptr<LowRankNode>& inverse) const;
   bool has_zero() const;           // in d
   at::Tensor capacitance() const;  // I + V^T D^-1 U
   at::Tensor d_, U_, V_;

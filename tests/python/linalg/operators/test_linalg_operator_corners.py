@@ -9,7 +9,15 @@ import torch
 from operator_cases import randn
 from torch import Tensor
 from torchium import linalg
-from torchium.linalg import BlockDiag, Dense, Diagonal, Identity, Kronecker, LinearOperator
+from torchium.linalg import (
+    BlockDiag,
+    Dense,
+    Diagonal,
+    Identity,
+    Kronecker,
+    LinearOperator,
+    LowRankPlusDiagonal,
+)
 
 LARGE = 1100  # above the order that is solved densely
 
@@ -35,6 +43,38 @@ def test_functions_of_vectors_that_an_operator_maps_to_zero(symmetric):
         _ = A.pow(-0.5) @ X[:, 0]
     assert not torch.any(A.sqrt() @ X[:, 0])
     assert not torch.any(A.pow(-0.5) @ X[:, 2])
+
+
+@pytest.mark.parametrize("d", [[1, 1, 1, 1e-14], [1e-12] * 4, [1e-14, 1, -1e-14, 1]])
+@pytest.mark.parametrize("columns", [2, 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_diagonal_that_is_small_next_to_the_low_rank(d, columns, symmetric):
+    """Woodbury's formula subtracts numbers as large as 1 / d."""
+    d = torch.tensor(d, dtype=torch.float64)
+    U, V = randn(4, columns, seed=1), randn(4, columns, seed=1 if symmetric else 2)
+    A = LowRankPlusDiagonal(d, U) if symmetric else LowRankPlusDiagonal(d, U, V)
+    dense, b = A.to_dense(), randn(4, 1, seed=3)
+    x = A.solve(b)
+    error = (dense @ x - b).norm() / (dense.norm() * x.norm() + b.norm())
+    assert error <= 1e-7
+    if torch.linalg.cond(dense) < 1e4:
+        torch.testing.assert_close(
+            A.logdet(), torch.logdet(dense), rtol=1e-9, atol=1e-9, equal_nan=True
+        )
+
+
+def test_woodbury_is_kept_where_it_is_accurate():
+    U = 10 * randn(50, 3)
+    for noise, error in [(1e-6, 1e-3), (1.0, 1e-10)]:  # condition numbers 1e10 and 1e4
+        A = LowRankPlusDiagonal(torch.full((50,), noise, dtype=torch.float64), U)
+        assert type(A.inverse()) is LowRankPlusDiagonal
+        torch.testing.assert_close(A.inverse() @ (A @ U), U, rtol=error, atol=error)
+
+
+def test_an_empty_batch_of_low_rank_matrices():
+    A = LowRankPlusDiagonal(torch.ones(0, 3), torch.ones(0, 3, 1))
+    assert A.solve(torch.ones(3, 2)).shape == (0, 3, 2)
+    assert A.logdet().shape == (0,)
 
 
 def symmetric_matrix(n: int) -> Tensor:
