@@ -15,6 +15,7 @@ from .. import linalg
 from .._memory import as_device
 from .._per_sample.per_sample import per_sample_gradients
 from .._per_sample.sample_loss import LossFunction
+from ..linalg._arguments import check_tensors
 from ..optimizers import Shampoo
 
 __all__ = [
@@ -56,6 +57,7 @@ class CUDAMatrixOps:
     @staticmethod
     def batch_matrix_multiply(A_batch: Tensor, B_batch: Tensor) -> Tensor:
         """Return the products of ``[batch, m, k]`` and ``[batch, k, n]``: ``[batch, m, n]``."""
+        check_tensors("batch_matrix_multiply", A_batch=A_batch, B_batch=B_batch)
         for name, batch in (("A_batch", A_batch), ("B_batch", B_batch)):
             if batch.dim() != 3:
                 raise ValueError(

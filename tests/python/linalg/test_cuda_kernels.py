@@ -40,6 +40,7 @@ def test_matrix_powers_are_matrix_powers(device):
         (torch.ones(1, 2, 3), torch.ones(3, 2), r"B_batch has shape \(3, 2\)"),
         (torch.ones(1, 2, 3), torch.ones(2, 3, 2), "A_batch holds 1 matrices and B_batch 2"),
         (torch.ones(1, 2, 3), torch.ones(1, 2, 3), "must be"),
+        ([[[1.0]]], torch.ones(1, 2, 3), "A_batch is .*; it must be a tensor"),
     ],
 )
 def test_batch_matrix_multiply_refuses(A, B, message):
