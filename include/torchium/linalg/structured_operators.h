@@ -77,7 +77,8 @@ struct TORCHIUM_API BlockDiag : LinearOperator {
 
 // diag(d) + U V^T: d [..., n], U and V [..., n, k]; V = U by default. Its inverse is of the same
 // kind (Woodbury), its determinant one of order k (matrix determinant lemma), unless entries
-// of d are zero, or so small next to U V^T that the formula would lose their digits.
+// of d are zero, or so small next to U V^T that the formula would lose their digits
+// (determinants of orders above 1000 keep it then).
 struct TORCHIUM_API LowRankPlusDiagonal : LinearOperator {
   LowRankPlusDiagonal(const at::Tensor& d, const at::Tensor& U,
                       const std::optional<at::Tensor>& V = std::nullopt);

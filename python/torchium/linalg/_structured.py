@@ -182,7 +182,7 @@ class LowRankPlusDiagonal(LinearOperator):
 
     Its inverse is of the same kind (Woodbury), and its determinant one of order k (matrix determinant
     lemma), unless entries of ``d`` are zero, or so small next to ``U V^T`` that the formula would lose
-    their digits.
+    their digits. Determinants of orders above 1000 keep it where ``d`` is small.
 
     Args:
         d: ``[..., n]``.
