@@ -164,7 +164,7 @@ __device__ void solve_block(const float* F, double damping, float* V, float* shi
   const double s = fmax(a + c + damping, DBL_MIN);
   const double l = damping / s, p = a / s, q = c / s;
   const double most = sqrt(p * q);
-  const double r = fmax(fmin(F[2] / s, most), -most);
+  const double r = shift == nullptr ? 0 : fmax(fmin(F[2] / s, most), -most);
   const double determinant = (most - r) * (most + r) + l * (p + q + l);
   const double u = *V / s, v = shift == nullptr ? 0 : *shift / s;
   *V = static_cast<float>(((q + l) * u - r * v) / determinant);

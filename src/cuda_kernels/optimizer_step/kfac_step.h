@@ -94,7 +94,8 @@ struct UnitwiseEntry {
 };
 constexpr int kUnitwiseTile = 256;  // channels
 
-// (V, V') <- (F + damping I)^-1 (V, V') for each channel; without a shift V' counts as 0.
+// (V, V') <- (F + damping I)^-1 (V, V') for each channel; without a shift V <- V / (F[0, 0] +
+// damping).
 cudaError_t solve_unitwise(const Table<UnitwiseEntry>& norms, const KfacBuffers& buffers,
                            cudaStream_t stream);
 

@@ -34,7 +34,9 @@ constexpr std::array kFallbackReasons{
     FallbackReason{"frozen", "its weight is not trained", ""},
     FallbackReason{"of_weight", "the bias of a weight that falls back", ""},
     FallbackReason{"lone_bias", kLoneBias, ""},
-    FallbackReason{"other_bias", "not the one bias of its weight", ""},
+    FallbackReason{
+        "other_bias",
+        "not the one bias of its weight, or frozen when the factors of its weight were made", ""},
     FallbackReason{"groups", "used by convolutions of different groups", ""},
     FallbackReason{"both_ways", kUsedBothWays, ""},
     FallbackReason{"convolved", kConvolvedBothWays, ""},

@@ -21,7 +21,8 @@ enum class DampingSplit {
 // "inverse_free" the sums are stored like K and C.
 struct KfacLayer {
   int64_t weight = 0;          // index in the parameters of the step
-  int64_t bias = -1;           // -1: none; if A has a row for a bias, its gradient counts as zero
+  int64_t bias = -1;           // -1: none
+  bool has_spare_row = false;  // the last one of A is that of a bias that is not trained
   bool is_transposed = false;  // the weight is [in, out]
 
   // Of one step. Sums over the samples captured since the last one: A_sum [groups, a, a] of
@@ -86,7 +87,7 @@ struct KfacLayer {
 // block for each channel (unit-wise: Osawa et al. 2019, arXiv 1811.12019, section 4.2).
 struct UnitwiseLayer {
   int64_t weight = 0;  // index in the parameters of the step
-  int64_t bias = -1;   // -1: none; if the blocks have room for it, its gradient counts as zero
+  int64_t bias = -1;   // -1: none; if the blocks have room for it, only F[0, 0] counts
 
   // Of one step.
   at::Tensor block_sum;  // as the blocks; block_scale block_sum = E[..]; undefined: they stay

@@ -248,8 +248,14 @@ std::optional<KfacPlan::Layer> KfacPlan::layer_of(size_t i, const std::vector<bo
   const int64_t cost = layer->is_unitwise ? 0
                                           : inversion_cost(layout.sizes_A(param(i))) +
                                                 inversion_cost(layout.sizes_G(param(i)));
-  return Layer{i,     bias, layer->is_transposed && param(i).dim() == 2, layer->is_unitwise, sums,
-               known, cost};
+  return Layer{.weight = i,
+               .bias = bias,
+               .is_transposed = layer->is_transposed && param(i).dim() == 2,
+               .is_unitwise = layer->is_unitwise,
+               .sums = sums,
+               .has_factors = known,
+               .has_spare_row = !layer->is_unitwise && has_room && bias < 0,
+               .cost = cost};
 }
 
 // The layers with factors, and those with sums for their first ones.
@@ -277,6 +283,13 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
   }
   considered_ = static_cast<int64_t>(active.size());
   choose_owners(found);
+  // The inverses of a layer whose bias was frozen or thawed are those of other parameters.
+  for (const Layer& before : layers_) {
+    const auto now = std::ranges::find(found, before.weight, &Layer::weight);
+    if (now != found.end() && now->has_spare_row != before.has_spare_row) {
+      lost_inverses_.insert(param(now->weight).unsafeGetTensorImpl());
+    }
+  }
   const bool is_new = found != layers_;
   layers_ = std::move(found);
   return is_new;

@@ -136,9 +136,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
     int64_t bias;  // -1: none
     bool is_transposed;
     bool is_unitwise;
-    FactorSums* sums;  // null: the factors stay
-    bool has_factors;  // already
-    int64_t cost = 0;  // of its inverses, relative to other layers
+    FactorSums* sums;            // null: the factors stay
+    bool has_factors;            // already
+    bool has_spare_row = false;  // of A, for a bias that is not trained
+    int64_t cost = 0;            // of its inverses, relative to other layers
     int64_t owner = 0;
 
     bool operator==(const Layer& other) const {

@@ -85,6 +85,7 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
       add(group.layers,
           core_layer(param(each.weight), state_of(each.weight), options(each.weight)));
       group.layers.back().is_transposed = each.is_transposed;
+      group.layers.back().has_spare_row = each.has_spare_row;
       assign_work(each, group.layers.back());
     }
     fallback_.erase(param(each.weight).unsafeGetTensorImpl());

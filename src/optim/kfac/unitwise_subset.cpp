@@ -69,11 +69,13 @@ void solve(JoinedLayers& joined_layers) {
   const at::Tensor l = damping / s;
   const at::Tensor p = a / s, q = c / s;
   const at::Tensor most = (p * q).sqrt_();  // of |r| (Cauchy and Schwarz)
-  const at::Tensor r = at::maximum(at::minimum(F.select(2, 1).select(1, 0) / s, most), -most);
+  const bool has_bias = joined_layers.roles.size() > 1;
+  const at::Tensor r =  // without a bias, of the weight alone
+      has_bias ? at::maximum(at::minimum(F.select(2, 1).select(1, 0) / s, most), -most)
+               : at::zeros_like(most);
   // (p + l)(q + l) - r^2
   const at::Tensor determinant = (most - r) * (most + r) + l * (p + q + l);
   const at::Tensor u = weight.V.to(at::kDouble) / s;
-  const bool has_bias = joined_layers.roles.size() > 1;
   const at::Tensor v = has_bias ? joined_layers.roles[1].V.to(at::kDouble) / s : at::zeros_like(u);
   weight.direction = (((q + l) * u - r * v) / determinant).to(dtype);
   if (has_bias) {

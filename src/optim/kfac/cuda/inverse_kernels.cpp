@@ -78,8 +78,8 @@ void set_dampings_by_kernel(const std::vector<DampedFactors*>& all, DampingSplit
       factor->damping = dampings.narrow(0, place, groups);
       place += groups;
     }
-    tables.add({.A = floats(layer.A),
-                .G = floats(layer.G),
+    tables.add({.A = floats(each->A.matrices),
+                .G = floats(each->G.matrices),
                 .A_damping = each->A.damping.mutable_data_ptr<double>(),
                 .G_damping = each->G.damping.mutable_data_ptr<double>(),
                 .root_damping = std::sqrt(layer.damping),

@@ -139,7 +139,10 @@ FALLBACK = {
     ),
     "two_biases": (
         TwoBiases,
-        dict.fromkeys(["a.bias", "b.bias"], "not the one bias of its weight"),
+        dict.fromkeys(
+            ["a.bias", "b.bias"],
+            "not the one bias of its weight, or frozen when the factors of its weight were made",
+        ),
     ),
     "two_groupings": (TwoGroupings, {"a.weight": "used by convolutions of different groups"}),
     "used_outside": (
