@@ -194,23 +194,6 @@ def test_zero_factors_stay_finite(split, zero, eps, device):
     assert optimizer.states[0]["root_failures"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_bias_without_gradient_counts_as_zero(split):
-    """A frozen bias: its row of A stays, its direction is not used."""
-    problem = Problem()
-    linear = problem.layers[0]
-    captured = problem.batch()
-    steps = []
-    for has_gradient in (True, False):
-        weight, bias = linear.weight.clone(), linear.bias.clone()
-        params, _, optimizer = single_layer(weight, bias, damping_split=split)
-        weight.grad = linear.weight.grad
-        bias.grad = torch.zeros_like(bias) if has_gradient else None
-        steps.append(update_of(params, optimizer, {0: captured[0]}))
-    torch.testing.assert_close(steps[1][0], steps[0][0], rtol=1e-12, atol=1e-12)
-    assert steps[1][1].count_nonzero() == 0
-
-
 def test_a_mean_and_a_sum_give_the_same_factors(device):
     mean, total = Problem(device=device), Problem(device=device)
     first = PlanKFAC(one_group(mean, lr=0.1), mean.layers)
