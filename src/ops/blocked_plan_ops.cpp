@@ -166,6 +166,7 @@ std::vector<Dict> load(const Self& self, int64_t index, const c10::IValue& optio
 // Ranks that share a step must all call it.
 Lists<Dict> whole_states(const Self& self, Groups& groups) {
   Lists<Dict> whole;
+  self->agree_on_states(groups, /*as_shares=*/false);
   for (size_t g = 0; g < groups.size(); ++g) {
     whole.push_back(dicts_of(self->whole_states(g, groups[g])));
   }
@@ -179,6 +180,7 @@ using PlacesOfShare = std::tuple<Dict, bool, std::vector<int64_t>, Numbers>;
 // Ranks that share a step must all call it.
 Lists<PlacesOfShare> share_places(const Self& self, Groups& groups) {
   Lists<PlacesOfShare> result;
+  self->agree_on_states(groups, /*as_shares=*/true);
   for (size_t g = 0; g < groups.size(); ++g) {
     result.emplace_back();
     for (const BlockedPlans::SharePlaces& places : self->share_places(g, groups[g])) {

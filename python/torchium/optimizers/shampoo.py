@@ -301,7 +301,11 @@ class Shampoo(Consolidating, BlockedOptimizer):
 
     def _state_to_save(self) -> defaultdict[Tensor, Any]:
         state = defaultdict(dict, self.state)
-        groups = self._groups()
+        try:
+            groups = self._groups()
+        except BaseException:
+            self._withdraw()
+            raise
         saved = self._shares(groups) if self._keeps_shares else self._plans.whole_states(*groups)
         for group, states in zip(self.param_groups, saved, strict=True):
             for param, own in zip(group["params"], states, strict=True):

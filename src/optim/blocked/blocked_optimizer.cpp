@@ -246,9 +246,10 @@ std::optional<BlockedOptimizer::StateMap> BlockedOptimizer::whole_state() const 
     return std::nullopt;
   }
   StateMap whole;
+  const std::vector<detail::BlockedGroup> all_groups = groups();
+  plans().agree_on_states(all_groups, /*as_shares=*/false);
   for (const auto group : c10::irange(param_groups_.size())) {
-    const auto states =
-        plans().whole_states(group, group_of(group, param_groups_[group].options()));
+    const auto states = plans().whole_states(group, all_groups[group]);
     for (const auto i : c10::irange(states.size())) {
       if (!states[i].is_empty()) {
         auto state = make_empty_state();

@@ -65,8 +65,8 @@ class BlockedPlans : public torch::CustomClassHolder {
 
   // The options that the loaded or copied state of parameters belongs to, which may be others than
   // those that bind() gets: some changes begin an average afresh.
-  void remember(const std::shared_ptr<const torch::optim::OptimizerOptions>& options,
-                const std::vector<at::Tensor>& params);
+  virtual void remember(const std::shared_ptr<const torch::optim::OptimizerOptions>& options,
+                        const std::vector<at::Tensor>& params);
 
   // StepPlan::prepare() of all plans.
   virtual bool prepare();
@@ -99,6 +99,9 @@ class BlockedPlans : public torch::CustomClassHolder {
   // whose states are as those of this one, is given them before it is bound.
   virtual std::vector<int64_t> owners(const at::Tensor&) const { return {}; }
   virtual void give_owners(const at::Tensor&, std::vector<int64_t>) {}
+  // Throws on all processes that share if they cannot make a checkpoint together. All must call it
+  // before one of the two functions below. as_shares: before share_places().
+  virtual void agree_on_states(const std::vector<BlockedGroup>&, bool /*as_shares*/) {}
   // The states of a group, as a checkpoint holds them. All processes that share must call it.
   virtual std::vector<ParameterState> whole_states(size_t, const BlockedGroup& group) {
     return group.states;

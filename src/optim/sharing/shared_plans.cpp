@@ -11,6 +11,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -143,6 +144,33 @@ bool SharedPlans::join_states(std::vector<ParameterState> before,
   return has_changed;
 }
 
+void SharedPlans::remember(const std::shared_ptr<const torch::optim::OptimizerOptions>& options,
+                           const std::vector<at::Tensor>& params) {
+  for (const at::Tensor& param : params) {
+    remembered_.emplace_back(param, options);
+  }
+}
+
+// As the blocks would know them if they had been stepped with these options.
+void SharedPlans::remember_for_blocks() {
+  std::unordered_map<const at::TensorImpl*, const torch::optim::OptimizerOptions*> options;
+  for (const auto& [param, of_param] : remembered_) {
+    options[param.unsafeGetTensorImpl()] = of_param.get();
+  }
+  for (const Parameter& p : parameters_) {
+    const auto found = options.find(p.param.tensor().unsafeGetTensorImpl());
+    if (found == options.end() || p.own.empty()) {
+      continue;
+    }
+    const size_t kind = rules_->kind(*found->second, p.shared->whole.sizes());
+    std::vector<at::Tensor> blocks;
+    for (const OwnBlock& own : p.own) {
+      blocks.push_back(own.tensor);
+    }
+    blocks_.remember(rules_->options_of_blocks(*found->second, kind), blocks);
+  }
+}
+
 void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -153,6 +181,7 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
   is_new_ = true;
   owners_.share_out(groups);
   lay_out(groups);
+  remember_for_blocks();
   std::vector<BlockedGroup> of_blocks = groups_of_blocks();
   std::vector<ParameterState> shares = split_states(groups, active, of_blocks);
   give_gradients([](const Parameter& p) { return p.is_active; });
@@ -166,6 +195,7 @@ void SharedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
     }
     groups[p.group].states[p.index] = p.state;
   }
+  remembered_.clear();
   failures_.resize(groups.size());
   skips_in_a_row_.resize(groups.size(), 0);
   hash_setup();
@@ -299,6 +329,31 @@ GroupMemory SharedPlans::memory(size_t group, TensorBytes& counted) const {
   return memory;
 }
 
+// What follows exchanges tensors of the same shapes.
+void SharedPlans::agree_on_states(const std::vector<BlockedGroup>& groups, bool as_shares) {
+  const c10::NoGradGuard no_grad;
+  check_not_broken();
+  StepFindings findings = distributed::findings_of_call("state_dict()");
+  distributed::Hash hash;
+  hash.add(findings.call).add(static_cast<int64_t>(as_shares));
+  for (const BlockedGroup& group : groups) {
+    const auto plan = plan_of(group);
+    hash.add(static_cast<int64_t>(group.params.size()));
+    for (size_t i = 0; i < group.params.size(); ++i) {
+      const at::Tensor whole = group.whole(i);
+      const ParameterState planned = plan->planned_state(whole);
+      hash.add(c10::str(whole.scalar_type(), whole.sizes()));
+      for (const at::Tensor& statistics : planned.statistics) {
+        hash.add(c10::str(statistics.sizes()));
+      }
+    }
+  }
+  findings.setup = hash.value();
+  const c10::Device device = device_of(groups);
+  const c10::DeviceGuard device_guard(device);
+  agree(findings, ranks_, {}, device);
+}
+
 // All ranks must call it. Empty for parameters whose state this rank has whole: frozen ones, and
 // those that were just loaded.
 std::vector<ParameterState> SharedPlans::whole_frames(size_t g, const BlockedGroup& group) {
@@ -308,10 +363,21 @@ std::vector<ParameterState> SharedPlans::whole_frames(size_t g, const BlockedGro
     const auto of_param = presence_of(state);
     presence.insert(presence.end(), of_param.begin(), of_param.end());
   }
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    const bool has_state = !group.states[i].is_empty();
+    const bool is_shared = owners_.find(group.params[i]) != nullptr;
+    presence.insert(presence.end(),
+                    {has_state && is_shared ? 1 : 0, has_state && !is_shared ? 1 : 0});
+  }
   presence = ranks_.all_reduce_max(presence);
   std::vector<ParameterState> frames(group.params.size());
   const auto plan = plan_of(group);
   for (size_t i = 0; i < group.params.size(); ++i) {
+    const auto kinds =
+        presence.begin() + static_cast<std::ptrdiff_t>(group.params.size() * kPresence + 2 * i);
+    TORCH_CHECK(kinds[0] == 0 || kinds[1] == 0, "the state of ", group.name_of(g, i),
+                " is whole on some ranks of the process group and shared out on others; call "
+                "load_state_dict() on all ranks, with the same state dict");
     if (const SharedBlocks* shared = owners_.find(group.params[i])) {
       const auto first = presence.begin() + static_cast<std::ptrdiff_t>(i * kPresence);
       frames[i] = whole_frame(group.states[i], plan->planned_state(group.whole(i)), *shared,
@@ -325,8 +391,6 @@ std::vector<ParameterState> SharedPlans::whole_states(size_t g, const BlockedGro
   const c10::NoGradGuard no_grad;
   const c10::Device device = group.params.empty() ? device_ : group.params.front().device();
   const c10::DeviceGuard device_guard(device);
-  check_not_broken();
-  agree(distributed::findings_of_call("state_dict()"), ranks_, {}, device);
   std::vector<ParameterState> states = whole_frames(g, group);
   for (size_t i = 0; i < group.params.size(); ++i) {
     const SharedBlocks* shared = owners_.find(group.params[i]);

@@ -51,6 +51,8 @@ class SharedPlans : public BlockedPlans {
               SharingOptions options);
 
   void bind(std::vector<BlockedGroup>& groups, Active active) override;
+  void remember(const std::shared_ptr<const torch::optim::OptimizerOptions>& options,
+                const std::vector<at::Tensor>& params) override;
   bool set_options(size_t group,
                    std::shared_ptr<const torch::optim::OptimizerOptions> options) override;
   bool prepare() override;
@@ -70,6 +72,7 @@ class SharedPlans : public BlockedPlans {
   void give_owners(const at::Tensor& param, std::vector<int64_t> owners) override {
     owners_.give(param, std::move(owners));
   }
+  void agree_on_states(const std::vector<BlockedGroup>& groups, bool as_shares) override;
   std::vector<ParameterState> whole_states(size_t g, const BlockedGroup& group) override;
   std::vector<SharePlaces> share_places(size_t g, const BlockedGroup& group) override;
 
@@ -178,6 +181,7 @@ class SharedPlans : public BlockedPlans {
     return group_of_blocks(p.group, p.kind, p.stage);
   }
   std::vector<BlockedGroup> groups_of_blocks() const;
+  void remember_for_blocks();
   std::vector<ParameterState> split_states(const std::vector<BlockedGroup>& groups, Active active,
                                            std::vector<BlockedGroup>& of_blocks);
   bool join_states(std::vector<ParameterState> before, std::vector<BlockedGroup>& of_blocks);
@@ -243,6 +247,9 @@ class SharedPlans : public BlockedPlans {
   std::vector<std::shared_ptr<const torch::optim::OptimizerOptions>> options_;  // of the groups
   std::vector<c10::intrusive_ptr<BlockedPlan>> plans_of_groups_;
   std::vector<Parameter> parameters_;
+  // What remember() was given since the last bind().
+  std::vector<std::pair<at::Tensor, std::shared_ptr<const torch::optim::OptimizerOptions>>>
+      remembered_;
   std::vector<std::string> names_;  // of these, in messages
   std::vector<Sent> sent_;
   at::Tensor magnitudes_;                         // in the gradients of a step, on a device

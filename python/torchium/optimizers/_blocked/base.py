@@ -200,7 +200,7 @@ class BlockedOptimizer(CoreOptimizer):
 
     def _remember_options(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if self._has_state(p) and not is_dtensor(p)]
+            params = [self._shards.of(p) for p in group["params"] if self._has_state(p)]
             try:
                 self._plans.remember(self._OPTIONS.values(group), params)
             except (KeyError, ValueError):  # of a copy: the next step raises it

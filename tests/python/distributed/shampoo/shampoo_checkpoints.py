@@ -11,6 +11,7 @@ import torch.distributed as dist
 from group_tools import (
     assert_raised_on_all,
     assert_same,
+    copies_of,
     is_last,
     message_of,
     whole_state,
@@ -26,7 +27,9 @@ from shampoo_tools import (
     train,
     values,
 )
+from sharded_shampoo_cases import line, shards
 from torch import nn
+from torch.distributed.tensor import Shard
 
 
 @case(3)
@@ -60,6 +63,27 @@ def checkpoints_on_other_numbers_of_ranks(ranks: int) -> None:
             train(optimizer, params, range(3, 5))
             assert_same(values(optimizer, params), final)
             assert "statistics.0 of 0" in at_once
+
+
+@case(2)
+def options_that_change_right_after_a_load_change_as_in_the_run(ranks: int) -> None:
+    """A second moment of another kind begins afresh in both."""
+    for is_sharded in (False, True):
+        params: list[Any] = parameters()
+        if is_sharded:
+            params = shards(params, line(ranks), [Shard(0)])
+        optimizer = shampoo(params, None if is_sharded else world(), grafting="adam")
+        train(optimizer, params, range(3))
+        resumed_params = copy.deepcopy(params)
+        resumed = shampoo(resumed_params, None if is_sharded else world(), grafting="adam")
+        resumed.load_state_dict(whole_state(optimizer))
+        pairs = [(resumed_params, resumed), *copies_of((params, optimizer))]
+        optimizer.param_groups[0]["grafting"] = "adagrad"
+        train(optimizer, params, range(3, 5))
+        for other_params, other in pairs:
+            other.param_groups[0]["grafting"] = "adagrad"
+            train(other, other_params, range(3, 5))
+            assert_same(values(other, other_params), values(optimizer, params))
 
 
 @case(3)
@@ -159,6 +183,53 @@ def a_rank_alone_does_not_wait_for_a_state_dict(ranks: int) -> None:
     alone = shampoo(parameters())
     alone.load_state_dict(state)
     assert alone.state_dict()["state"].keys() == state["state"].keys()
+
+
+@case(3)
+def ranks_that_gather_different_states_raise(ranks: int) -> None:
+    last = is_last()
+
+    def state(block: str) -> Any:
+        with getattr(optimizer, block)():
+            return optimizer.state_dict()
+
+    def another_group() -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+    def another_option() -> None:
+        optimizer.param_groups[0]["block_size"] = 8
+
+    def lost_option() -> None:
+        del optimizer.param_groups[0]["eps"]
+
+    def loads() -> None:
+        optimizer.load_state_dict(saved)
+
+    def nothing() -> None:
+        pass
+
+    differs = f"rank {ranks - 1} of the process group differs from rank 0"
+    failed = f"rank {ranks - 1} of the process group raised an error in state_dict()"
+    whole = "is whole on some ranks of the process group and shared out on others"
+    for change, text in (
+        (another_group, differs),
+        (another_option, differs),
+        (lost_option, "eps" if last else failed),
+        (loads, whole),
+        (nothing, differs),
+    ):
+        for block in ("consolidating", "sharding"):
+            params = parameters()
+            optimizer = shampoo(params, world())
+            train(optimizer, params, range(1))
+            saved = whole_state(optimizer)
+            own = block
+            if last:
+                change()
+                if change is nothing:
+                    own = "sharding" if block == "consolidating" else "consolidating"
+            message = message_of(lambda own=own: state(own))[1]
+            assert text in message, (change.__name__, block, message)
 
 
 @case(3)
