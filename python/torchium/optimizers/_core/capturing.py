@@ -321,11 +321,12 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     # ---- state
 
     def _remember_options(self) -> None:
-        if self._group_name:  # the group need not exist where a copy is unpickled
-            return
         try:
             self._adopt_options(self._own_plan())
-        except (KeyError, ValueError):  # of a copy: the next step raises it
+        except (
+            KeyError,
+            ValueError,
+        ):  # of a copy, whose group need not exist: the next step raises
             self._adopted = []
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from group_tools import assert_same, assert_same_on_all_ranks, in_one_process, world
+from group_tools import (
+    assert_same,
+    assert_same_on_all_ranks,
+    copies_of,
+    in_one_process,
+    whole_state,
+    world,
+)
 from kfac_tools import (
     FRACTIONS,
     Batch,
@@ -226,6 +234,23 @@ def another_damping_split(ranks: int) -> None:
                 take(model, optimizer, Batch(step))
             states.append(state_of(model, optimizer))
         assert_close(states[1], states[0])
+
+
+@case(2)
+def another_damping_split_right_after_a_load(ranks: int) -> None:
+    for fraction in FRACTIONS[::2]:
+        model, optimizer = shared(steps=range(4), grad_worker_fraction=fraction)
+        loaded_model = copy.deepcopy(model)
+        loaded = kfac(loaded_model, world(), grad_worker_fraction=fraction)
+        loaded.load_state_dict(whole_state(optimizer))
+        pairs = [(loaded_model, loaded), *copies_of((model, optimizer))]
+        results = []
+        for each in [(model, optimizer), *pairs]:
+            each[1].param_groups[0]["damping_split"] = "plain"
+            step_shared(*each, Batch(4))
+            results.append(state_of(*each))
+        for actual in results[1:]:
+            assert_close(actual, results[0])
 
 
 @case(2, 3)
