@@ -323,10 +323,7 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
     def _remember_options(self) -> None:
         try:
             self._adopt_options(self._own_plan())
-        except (
-            KeyError,
-            ValueError,
-        ):  # of a copy, whose group need not exist: the next step raises
+        except (KeyError, ValueError):  # of a copy, or its group is gone: the next step raises it
             self._adopted = []
 
     def _check_saved_groups(self, state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
