@@ -62,6 +62,28 @@ void record_failure(const at::Tensor& squares, const FoundInfGuard& guard, at::T
   guard.assign_(index, first);
 }
 
+int64_t consecutive_skips(const at::Tensor& status) {
+  return status.const_data_ptr<int64_t>()[kConsecutiveSkips];
+}
+
+// On a CPU all ranks skip if one does, and count and report it if its gradients are unfit. `skips`:
+// in a row before this step.
+bool all_skip_on_host(const SharedJacobian& J, bool skips_alone, int64_t skips,
+                      at::Tensor& status) {
+  if (!status.is_cpu()) {
+    return skips_alone;
+  }
+  auto* entries = status.mutable_data_ptr<int64_t>();
+  constexpr int64_t kNone = -2;  // less than -1: skips without an unfit gradient
+  const int64_t unfit = J.most(skips_alone ? entries[kNonFiniteParameter] : kNone);
+  if (unfit >= 0) {
+    entries[kNonFiniteParameter] = unfit;
+    entries[kConsecutiveSkips] = skips + 1;
+    entries[kTotalSkips] += skips_alone ? 0 : 1;
+  }
+  return unfit > kNone;
+}
+
 // The gradients in the state's dtype.
 ParameterVector working_gradients(const ParameterSegments& segments, at::TensorList params,
                                   at::TensorList grads, const FoundInfGuard& guard) {
@@ -202,8 +224,9 @@ at::Tensor natural_gradient_step(const NaturalGradientHyperparameters& h, const 
   }
   const auto examined =
       examined_gradients(params, grads, state.steps, std::vector<double>(params.size(), 0.0));
+  const int64_t skips = state.status.is_cpu() ? consecutive_skips(state.status) : 0;
   const FoundInfGuard guard = FoundInfGuard::check(examined, state.status, found_inf);
-  if (J.any(guard.skipped_on_host())) {
+  if (all_skip_on_host(J, guard.skipped_on_host(), skips, state.status)) {
     return numbers;
   }
   guard.advance(state.steps);

@@ -32,6 +32,8 @@ class SharedJacobian {
   // Whether `own` is true on any rank, for decisions of the host on a CPU: results that each rank
   // has computed for itself may differ in their last bits. On a GPU the host decides nothing.
   bool any(bool own) const { return shared_ && is_cpu_ ? shared_->any(own) : own; }
+  // The same for the largest number.
+  int64_t most(int64_t own) const { return shared_ && is_cpu_ ? shared_->most(own) : own; }
   // In place: the same bits of such results on all ranks.
   void equalize_(const std::vector<at::Tensor>& results) const;
 

@@ -36,7 +36,9 @@ class SharedRows {
   // In place: what rank 0 has.
   void equalize_(const std::vector<at::Tensor>& tensors) const;
   // Whether `own` is true on any rank. Waits.
-  bool any(bool own) const { return ranks_.all_reduce_max({own ? 1 : 0})[0] != 0; }
+  bool any(bool own) const { return most(own ? 1 : 0) != 0; }
+  // The largest on any rank. Waits.
+  int64_t most(int64_t own) const { return ranks_.all_reduce_max({own})[0]; }
 
  private:
   at::Tensor expand(const std::vector<at::Tensor>& of_ranks) const;

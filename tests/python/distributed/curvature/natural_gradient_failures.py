@@ -111,6 +111,26 @@ def gradients_and_scalers_that_differ(ranks: int) -> None:
         assert_same_on_all_ranks(trained(model))
 
 
+@case(3, cuda=False)
+def gradients_of_one_rank_that_are_never_finite_raise_on_all(ranks: int) -> None:
+    model, _ = model_and_batch("mlp")
+    optimizer = natural_gradient(model, update_freq=2)
+    train(optimizer, model, range(1))
+    before = flat(model)
+
+    def spoil(params: list[Tensor]) -> None:
+        if is_last():
+            params[1].grad.fill_(float("nan"))
+
+    batch = batches_of("mlp", sizes_of(ranks), 1)[own()]
+    for attempt in range(3):
+        message = message_of(lambda: step(optimizer, model, batch, spoil))[1]
+        assert ("3 steps in a row" in message) == (attempt == 2), message
+    assert torch.equal(flat(model), before)
+    train(optimizer, model, range(1, 4))
+    assert_same_on_all_ranks(trained(model))
+
+
 @case(3)
 def an_error_on_one_rank_is_one_on_all(ranks: int) -> None:
     model, _ = model_and_batch("mlp")
