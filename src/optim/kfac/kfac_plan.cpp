@@ -283,13 +283,6 @@ bool KfacPlan::derive(const std::vector<size_t>& active) {
   }
   considered_ = static_cast<int64_t>(active.size());
   choose_owners(found);
-  // The inverses of a layer whose bias was frozen or thawed are those of other parameters.
-  for (const Layer& before : layers_) {
-    const auto now = std::ranges::find(found, before.weight, &Layer::weight);
-    if (now != found.end() && now->has_spare_row != before.has_spare_row) {
-      lost_inverses_.insert(param(now->weight).unsafeGetTensorImpl());
-    }
-  }
   const bool is_new = found != layers_;
   layers_ = std::move(found);
   return is_new;

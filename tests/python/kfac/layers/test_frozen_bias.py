@@ -27,7 +27,7 @@ SETTINGS = {
 }
 
 
-def optimizer_of(layer: nn.Module, TInv: int, setting: str) -> torchium.KFAC:
+def optimizer_of(layer: nn.Module, setting: str) -> torchium.KFAC:
     return torchium.KFAC(
         layer,
         lr=1.0,
@@ -35,7 +35,7 @@ def optimizer_of(layer: nn.Module, TInv: int, setting: str) -> torchium.KFAC:
         kl_clip=None,
         damping=1e-2,
         TCov=1,
-        TInv=TInv,
+        TInv=1,
         stat_decay=0.0,  # no average of the steps before is left
         **SETTINGS[setting],
     )
@@ -44,8 +44,7 @@ def optimizer_of(layer: nn.Module, TInv: int, setting: str) -> torchium.KFAC:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("TInv", [1, 5])
-def test_a_bias_can_be_frozen_and_thawed(device, name, setting, TInv):
+def test_a_bias_can_be_frozen_and_thawed(device, name, setting):
     make, shape = LAYERS[name]
     dtype = torch.float64 if device == "cpu" else torch.float32
     tolerance = 1e-9 if device == "cpu" else 1e-3
@@ -55,20 +54,21 @@ def test_a_bias_can_be_frozen_and_thawed(device, name, setting, TInv):
     y = torch.randn_like(start(x))
 
     def step(layer: nn.Module, optimizer: torchium.KFAC) -> tuple[Tensor, Tensor]:
-        """Weight and bias one step after the start."""
-        layer.load_state_dict(start.state_dict())
-        optimizer.zero_grad()
-        (layer(x) - y).square().flatten(1).sum(1).mean().backward()
-        optimizer.step()
+        """Weight and bias one step after the start, in the second of two: the first makes the basis of EKFAC."""
+        for _ in range(2):
+            layer.load_state_dict(start.state_dict())
+            optimizer.zero_grad()
+            (layer(x) - y).square().flatten(1).sum(1).mean().backward()
+            optimizer.step()
         return layer.weight.detach().clone(), layer.bias.detach().clone()
 
     def fresh(trains_bias: bool) -> tuple[Tensor, Tensor]:
         layer = copy.deepcopy(start)
         layer.bias.requires_grad_(trains_bias)
-        return step(layer, optimizer_of(layer, TInv, setting))
+        return step(layer, optimizer_of(layer, setting))
 
     layer = copy.deepcopy(start)
-    optimizer = optimizer_of(layer, TInv, setting)
+    optimizer = optimizer_of(layer, setting)
     for trains_bias in (True, False, True):
         layer.bias.requires_grad_(trains_bias)
         found = step(layer, optimizer)
