@@ -1,5 +1,6 @@
 #include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/pipeline.cuh"
+#include "cuda_kernels/common/shared_address.cuh"
 #include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/eigenproblem/tridiagonalise.h"
 
@@ -90,10 +91,6 @@ struct RowStep {
   }
 };
 
-__device__ __forceinline__ uint32_t address_of(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
 // The work of a block on its matrix. Step k forms the vector p = A v of its reflector v; the update
 // A - v w^T - w v^T, w = p - (v^T p / 2) v, waits for the next step, which needs just column k + 1
 // of it beforehand. So the blocks exchange p and that column, and wait for each other once per
@@ -128,7 +125,7 @@ class Tridiagonalisation {
       const float v_head = reflector(entry(shared.x, k + 1), k + 1);
       multiply(reflector);
       send(k % 2);
-      wait_for(address_of(&shared.barrier[k % 2]), k / 2 % 2);
+      wait_for(shared_address(&shared.barrier[k % 2]), k / 2 % 2);
       if (threadIdx.x == 0) expect(k % 2);
       receive(k, reflector, v_head);
     }
@@ -149,7 +146,7 @@ class Tridiagonalisation {
   }
   __device__ static int own(int i) { return i * L::threads + static_cast<int>(threadIdx.x); }
   __device__ void expect(int parity) {
-    arrive_and_expect(address_of(&shared.barrier[parity]), L::blocks * sizeof(Message<L>));
+    arrive_and_expect(shared_address(&shared.barrier[parity]), L::blocks * sizeof(Message<L>));
   }
 
   __device__ void load_rows() {
@@ -179,7 +176,7 @@ class Tridiagonalisation {
   __device__ void start() {
     if (threadIdx.x == 0) {
       for (int parity = 0; parity < 2; ++parity) {
-        initialize_barrier(address_of(&shared.barrier[parity]), 1);
+        initialize_barrier(shared_address(&shared.barrier[parity]), 1);
         expect(parity);
       }
       publish_barriers();
@@ -280,7 +277,7 @@ class Tridiagonalisation {
                                           : reinterpret_cast<const float4*>(&shared.sent)[i];
       const float4* to = reinterpret_cast<const float4*>(&shared.received[parity][block]) + i;
       for (int b = warp; b < L::blocks; b += L::warps) {
-        store_at(address_of(to), word, address_of(&shared.barrier[parity]), b);
+        store_at(shared_address(to), word, shared_address(&shared.barrier[parity]), b);
       }
     }
   }

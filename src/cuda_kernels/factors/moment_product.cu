@@ -1,5 +1,6 @@
 #include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/pipeline.cuh"
+#include "cuda_kernels/common/shared_address.cuh"
 #include "cuda_kernels/common/wgmma.cuh"
 #include "cuda_kernels/factors/moment_parts.cuh"
 #include "cuda_kernels/factors/moment_plan.h"
@@ -246,7 +247,7 @@ __global__ void TORCHIUM_CLUSTER __launch_bounds__(kThreads, 1)
     moment_product_kernel(const __grid_constant__ Operand operand) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ char memory[];
-  const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  const uint32_t start = shared_address(memory);
   const Shared shared{start + (1024 - start % 1024) % 1024, rank_in_cluster()};
   if (threadIdx.x == 0) shared.initialize();
   cluster_sync();

@@ -1,6 +1,7 @@
 #include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/pipeline.cuh"
 #include "cuda_kernels/common/processor_count.h"
+#include "cuda_kernels/common/shared_address.cuh"
 #include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/krylov/symmetric_block_product.h"
 #include "cuda_kernels/split_gemm/tile_map.h"
@@ -113,41 +114,37 @@ class Ring {
   __device__ explicit Ring(Shared& shared) : shared_(shared) {}
 
   __device__ const Stage& next() const {
-    wait_for(address(&shared_.full[position_.slot()]), position_.parity());
+    wait_for(shared_address(&shared_.full[position_.slot()]), position_.parity());
     return shared_.stages[position_.slot()];
   }
   __device__ void release(int lane) {
     __syncwarp();
-    if (lane == 0) arrive(address(&shared_.empty[position_.slot()]));
+    if (lane == 0) arrive(shared_address(&shared_.empty[position_.slot()]));
     position_.advance();
   }
   // By one thread. row, column: of the tile, in tiles.
   __device__ void load(const TileMap& A, const TileMap& X, int row, int column) {
-    const uint32_t full = address(&shared_.full[position_.slot()]);
+    const uint32_t full = shared_address(&shared_.full[position_.slot()]);
     Stage& stage = shared_.stages[position_.slot()];
-    wait_for(address(&shared_.empty[position_.slot()]), position_.parity() ^ 1);
+    wait_for(shared_address(&shared_.empty[position_.slot()]), position_.parity() ^ 1);
     arrive_and_expect(full, sizeof(Stage));
     for (int b = 0; b < kBoxes; ++b) {
       const int c = 2 * (column * kTile + b * kBoxColumns), r = 2 * (row * kTile + b * kBoxColumns);
-      copy_box(address(stage.A[b]), A, c, row * kTile, 0, full);
-      copy_box(address(stage.of_columns[b]), X, c, 0, 0, full);
-      copy_box(address(stage.of_rows[b]), X, r, 0, 0, full);
+      copy_box(shared_address(stage.A[b]), A, c, row * kTile, 0, full);
+      copy_box(shared_address(stage.of_columns[b]), X, c, 0, 0, full);
+      copy_box(shared_address(stage.of_rows[b]), X, r, 0, 0, full);
     }
     position_.advance();
   }
   __device__ void initialize() {
     for (int i = 0; i < kStages; ++i) {
-      initialize_barrier(address(&shared_.full[i]), 1);
-      initialize_barrier(address(&shared_.empty[i]), kComputing);
+      initialize_barrier(shared_address(&shared_.full[i]), 1);
+      initialize_barrier(shared_address(&shared_.empty[i]), kComputing);
     }
     publish_barriers();
   }
 
  private:
-  static __device__ uint32_t address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-  }
-
   Shared& shared_;
   Position<kStages> position_;
 };
@@ -335,17 +332,8 @@ __global__ void __launch_bounds__(kQuadruples* kGroups)
 
 }  // namespace
 
-cudaError_t has_symmetric_block_product(bool& result) {
-  int device = 0, bytes = 0, major = 0, minor = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const auto read = [&](int& value, cudaDeviceAttr attribute) {
-    return cudaDeviceGetAttribute(&value, attribute, device);
-  };
-  cudaError_t error = read(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (error == cudaSuccess) error = read(major, cudaDevAttrComputeCapabilityMajor);
-  if (error == cudaSuccess) error = read(minor, cudaDevAttrComputeCapabilityMinor);
-  result = error == cudaSuccess && has_hopper_kernel(major, minor, bytes, kSharedBytes);
-  return error;
+bool has_symmetric_block_product(int major, int minor, int shared_bytes) {
+  return has_hopper_kernel(major, minor, shared_bytes, kSharedBytes);
 }
 
 cudaError_t symmetric_block_product_workspace(int64_t n, int64_t& numbers) {

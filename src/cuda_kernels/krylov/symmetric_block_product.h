@@ -19,8 +19,9 @@ struct SymmetricBlockProduct {
   float* workspace;  // symmetric_block_product_workspace(n) numbers, 16-byte aligned
 };
 
-// Whether the current device can run the kernel, which is for Hopper.
-cudaError_t has_symmetric_block_product(bool& result);
+// Whether a device of this compute capability, with so much shared memory per block, can run the
+// kernel, which is for Hopper.
+bool has_symmetric_block_product(int major, int minor, int shared_bytes);
 
 cudaError_t symmetric_block_product_workspace(int64_t n, int64_t& numbers);
 

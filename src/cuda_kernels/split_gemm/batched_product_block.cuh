@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_kernels/common/pipeline.cuh"
+#include "cuda_kernels/common/shared_address.cuh"
 #include "cuda_kernels/common/triangle.cuh"
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "cuda_kernels/split_gemm/split_mma.cuh"

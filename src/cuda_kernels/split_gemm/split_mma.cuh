@@ -3,6 +3,7 @@
 // arXiv 2203.03341).
 #pragma once
 
+#include "cuda_kernels/common/shared_address.cuh"
 #include "cuda_kernels/split_gemm/split_fp16.h"
 #include "cuda_kernels/split_gemm/split_matrices.h"
 
@@ -67,10 +68,6 @@ __device__ inline void store_split(__half* hi, __half* lo, float x, float y) {
   split_pair(x, y, high, low);
   *reinterpret_cast<uint32_t*>(hi) = high;
   *reinterpret_cast<uint32_t*>(lo) = low;
-}
-
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // Four 8 x 8 fp16 matrices; lane i passes the address of row i % 8 of matrix i / 8.

@@ -1,5 +1,6 @@
 #include "cuda_kernels/common/hopper.h"
 #include "cuda_kernels/common/processor_count.h"
+#include "cuda_kernels/common/shared_address.cuh"
 #include "cuda_kernels/split_gemm/symmetric_product.h"
 #include "cuda_kernels/split_gemm/symmetric_product_consumer.cuh"
 #include "cuda_kernels/split_gemm/symmetric_product_movers.cuh"

@@ -7,6 +7,7 @@
 #include "cuda_kernels/factors/moment_product.h"
 #include "cuda_kernels/factors/second_moment.h"
 #include "cuda_kernels/factors/unfold.h"
+#include "support/alignment.h"
 #include "support/device_code.h"
 
 #include <ATen/ops/bmm.h>
@@ -33,7 +34,7 @@ bool fits_int(const at::Tensor& tensor) {
 // Whether the vectors in X [1, vector, count] are rows of a matrix of 16-bit elements.
 bool has_short_rows(const at::Tensor& X) {
   return X.scalar_type() != at::kFloat && X.size(0) == 1 && X.stride(1) == 1 &&
-         X.stride(2) >= X.size(1) && X.stride(2) % kPitch == 0 && is_aligned(X);
+         X.stride(2) >= X.size(1) && X.stride(2) % kPitch == 0 && torchium::detail::is_aligned(X);
 }
 
 // The sums of the vectors in X [groups, vector, count]: [parts, groups, vector], to be added.

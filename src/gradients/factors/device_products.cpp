@@ -2,6 +2,7 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/split_gemm/batched_product.h"
+#include "support/alignment.h"
 #include "support/phase.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -49,7 +50,7 @@ bool has_gram_of_rows(const at::Tensor& X) {
   const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
   const int64_t n = X.size(1);
   return X.scalar_type() == at::kFloat && X.size(0) == 1 && X.stride(1) == 1 && X.stride(2) == n &&
-         n % 8 == 0 && n >= kLeastVector && is_aligned(X) &&
+         n % 8 == 0 && n >= kLeastVector && torchium::detail::is_aligned(X) &&
          n * n / kLeastVector * X.size(2) >= kLeastMultiplications / kLeastVector &&
          X.size(2) < std::numeric_limits<int>::max() &&
          cuda_kernels::has_batched_product(device->major, device->minor,

@@ -28,9 +28,5 @@ at::Tensor gram_of_rows(const at::Tensor& X);
 // [n, channels, height, width] with the channels of a pixel side by side.
 at::Tensor channels_last(const at::Tensor& image);
 
-inline bool is_aligned(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-}
-
 }  // namespace torchium::gradients::detail
 #endif

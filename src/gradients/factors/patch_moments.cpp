@@ -5,6 +5,7 @@
 #include "cuda_kernels/factors/patch_moment.h"
 #include "cuda_kernels/factors/second_moment.h"
 #include "gradients/factors/device_products.h"
+#include "support/alignment.h"
 #include "support/device_code.h"
 
 #include <ATen/ops/cat.h>
@@ -119,7 +120,7 @@ bool store_shifted(at::Tensor& sum, const PatchGeometry& g, const LayerCall& cal
   // A product of patches needs half of all multiplications.
   if (!is_planned(products.product, 0.5 * g.work(), parts)) return false;
   images = images_of(call);
-  if (!is_aligned(images)) return false;
+  if (!torchium::detail::is_aligned(images)) return false;
   products.product.images.data = images.const_data_ptr();
   store_products(sum, products, parts, accumulate, images);
   return true;
@@ -186,7 +187,7 @@ bool store_in_place(at::Tensor& sum, const PatchGeometry& g, const LayerCall& ca
   MomentParts parts;
   if (!is_planned(product, kMostPadding * g.work(), parts)) return false;
   images = images_of(call);
-  if (!is_aligned(images)) return false;
+  if (!torchium::detail::is_aligned(images)) return false;
   product.images.data = images.const_data_ptr();
   if (g.both(g.kernel, cuda_kernels::kPatchSide)) {
     store_products(sum, cuda_kernels::products_of_patches(product), parts, accumulate, images);

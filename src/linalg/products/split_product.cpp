@@ -5,6 +5,7 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "cuda_kernels/split_gemm/row_scaled_split.h"
+#include "support/alignment.h"
 #include "support/device_code.h"
 #include "support/phase.h"
 
@@ -56,8 +57,7 @@ TileOperand split(const at::Tensor& x, bool by_columns, at::Tensor& buffer) {
 
 // The kernel writes contiguous rows of a multiple of 8 elements, at a multiple of 16 bytes.
 bool is_kernel_writable(const at::Tensor& out) {
-  return out.is_contiguous() && out.size(1) % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 16 == 0;
+  return out.is_contiguous() && out.size(1) % 8 == 0 && torchium::detail::is_aligned(out);
 }
 
 }  // namespace

@@ -9,9 +9,11 @@
 #ifdef TORCHIUM_WITH_CUDA
 #include "cuda_kernels/krylov/row_block_product.h"
 #include "cuda_kernels/krylov/symmetric_block_product.h"
+#include "support/alignment.h"
 #include "support/derivatives.h"
 #include "support/device_code.h"
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -56,19 +58,15 @@ at::Tensor product_by_kernel(const at::Tensor& A, const at::Tensor& X) {
 // Smaller matrices stay in the L2 cache, and give each processor few tiles.
 constexpr int64_t kLeastSymmetricOrder = 6144;
 
-bool is_aligned(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-}
-
 bool has_symmetric_kernel(const at::Tensor& A, const at::Tensor& X) {
   if (A.size(0) < kLeastSymmetricOrder || A.size(0) % 4 != 0 || A.scalar_type() != at::kFloat ||
-      X.size(1) == 0 || !can_have_kernel(A, X) || !is_aligned(A) || !is_aligned(X)) {
+      X.size(1) == 0 || !can_have_kernel(A, X) || !torchium::detail::is_aligned(A) ||
+      !torchium::detail::is_aligned(X)) {
     return false;
   }
-  const c10::cuda::CUDAGuard device_guard(A.device());
-  bool result = false;
-  C10_CUDA_CHECK(cuda_kernels::has_symmetric_block_product(result));
-  return result;
+  const cudaDeviceProp* device = at::cuda::getDeviceProperties(A.get_device());
+  return cuda_kernels::has_symmetric_block_product(
+      device->major, device->minor, static_cast<int>(device->sharedMemPerBlockOptin));
 }
 
 at::Tensor symmetric_product_by_kernel(const at::Tensor& A, const at::Tensor& X) {

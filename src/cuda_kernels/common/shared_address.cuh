@@ -1,0 +1,12 @@
+// Addresses in shared memory, as instructions take them.
+#pragma once
+
+#include <cstdint>
+
+namespace torchium::cuda_kernels {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+}  // namespace torchium::cuda_kernels
