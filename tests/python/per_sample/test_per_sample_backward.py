@@ -59,6 +59,14 @@ class Inputs(nn.Module):
         return {"logits": self.b(self.dropout(hidden))}
 
 
+def assert_rows_are_of(model, losses):
+    """Of autograd, of the same pass."""
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    for p, row in zip(params, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_sample, torch.stack(row))
+
+
 def test_dicts_and_dropout():
     """Each sample has its own mask; autograd's gradients of the same pass are the reference."""
     model = Inputs().double()
@@ -66,10 +74,7 @@ def test_dicts_and_dropout():
     with per_sample(model):
         losses = F.cross_entropy(model({"x": x})["logits"], y, reduction="none")
         losses.mean().backward(retain_graph=True)
-    params = list(model.parameters())
-    rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
-    for p, row in zip(params, zip(*rows, strict=True), strict=True):
-        torch.testing.assert_close(p.grad_sample, torch.stack(row))
+    assert_rows_are_of(model, losses)
 
 
 def attention_layers():
@@ -104,10 +109,7 @@ def test_self_attention(model, call, batch_first):
         y = call(model, x if batch_first else x.transpose(0, 1))
         losses = (y.movedim(0 if batch_first else 1, 0).flatten(1) - 1).pow(4).sum(1)
         losses.mean().backward(retain_graph=True)
-    params = list(model.parameters())
-    rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
-    for p, row in zip(params, zip(*rows, strict=True), strict=True):
-        torch.testing.assert_close(p.grad_sample, torch.stack(row))
+    assert_rows_are_of(model, losses)
 
 
 def test_attention_to_other_keys_is_refused():
