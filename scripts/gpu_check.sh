@@ -79,15 +79,24 @@ if wanted gtest; then
     skip gtest "$build/tests/cpp/torchium_tests was not carried"
   fi
 fi
+# cuBLAS's kernels hand over shared memory in ways that racecheck does not follow, and some of them stop where it
+# skips kernels by name: it watches all, and a hazard counts if it names one of ours.
+racecheck() {
+  local report=$logs/racecheck-report.log result=0
+  compute-sanitizer --tool racecheck --log-file "$report" "$python" scripts/gpu_smoke.py || result=1
+  cat "$report"
+  grep -q "Internal Sanitizer Error" "$report" && result=1
+  grep -A 1 "Race reported" "$report" | grep -q torchium && result=1
+  return $result
+}
+memcheck() {
+  compute-sanitizer --tool memcheck --error-exitcode 1 "$python" scripts/gpu_smoke.py
+}
 for tool in memcheck racecheck; do
   if ! wanted $tool; then
     continue
   elif command -v compute-sanitizer > /dev/null; then
-    # cuBLAS's kernels hand over shared memory in ways that racecheck does not follow: only ours are checked.
-    only=()
-    [[ $tool == memcheck ]] || only=(--kernel-name kernel_substring=torchium)
-    check "sanitizer-$tool" compute-sanitizer --tool $tool ${only[@]+"${only[@]}"} --error-exitcode 1 \
-      "$python" scripts/gpu_smoke.py
+    check "sanitizer-$tool" $tool
   else
     skip "sanitizer-$tool" "compute-sanitizer is not on PATH"
   fi
