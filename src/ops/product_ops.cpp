@@ -101,6 +101,7 @@ void fused_mul_add_lists_autograd(at::TensorList a, at::TensorList b, at::Tensor
   const bool records = c10::GradMode::is_enabled();
   for (const at::TensorList list : {a, b, c}) {
     for (const at::Tensor& entry : list) {
+      if (entry.unsafeGetTensorImpl()->autograd_meta() == nullptr) continue;
       TORCH_CHECK(!(records && entry.requires_grad()) && !ops::has_tangent(entry),
                   "fused_mul_add_ has no derivative, but an entry requires grad or has a tangent. "
                   "Call it under torch.no_grad(), or use fused_mul_add.");

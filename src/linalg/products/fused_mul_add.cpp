@@ -38,14 +38,15 @@ using CudaScalar =
     std::conditional_t<std::is_same_v<T, at::Half>, __half,
                        std::conditional_t<std::is_same_v<T, at::BFloat16>, __nv_bfloat16, T>>;
 
+bool is_plain(const at::Tensor& x) { return x.is_contiguous() && !x.is_neg(); }
+
 bool alike_and_contiguous(const at::Tensor& x, const at::Tensor& like) {
   return x.device() == like.device() && x.scalar_type() == like.scalar_type() &&
-         x.sizes() == like.sizes() && x.is_contiguous() && !x.is_neg();
+         x.sizes() == like.sizes() && is_plain(x);
 }
 
 bool has_kernel(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
-  return c.is_cuda() && c.is_contiguous() && !c.is_neg() && alike_and_contiguous(a, c) &&
-         alike_and_contiguous(b, c);
+  return c.is_cuda() && is_plain(c) && alike_and_contiguous(a, c) && alike_and_contiguous(b, c);
 }
 
 void fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
@@ -172,18 +173,25 @@ bool shares_memory(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b
   return !c.is_non_overlapping_and_dense() || c.is_alias_of(a) || c.is_alias_of(b);
 }
 
+bool is_symbolic(const at::Tensor& x) {
+  return x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
 // What mostly is so, and shows in a fraction of the time.
 bool is_alike(const at::Tensor& entry, const at::Tensor& target) {
   return entry.defined() && entry.layout() == at::kStrided &&
          entry.scalar_type() == target.scalar_type() && entry.device() == target.device() &&
-         entry.sym_sizes() == target.sym_sizes();
+         (is_symbolic(entry) || is_symbolic(target) ? entry.sym_sizes() == target.sym_sizes()
+                                                    : entry.sizes() == target.sizes());
 }
 
-// Everything, before anything is changed.
-void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
+// Everything, before anything is changed. Returns for each i whether a[i] and b[i] have the shape,
+// dtype and device of c[i].
+std::vector<bool> check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
   TORCH_CHECK_VALUE(a.size() == c.size() && b.size() == c.size(), kListName, ": a, b and c have ",
                     a.size(), ", ", b.size(), " and ", c.size(),
                     " entries; they must be lists of one length.");
+  std::vector<bool> alike(c.size());
   std::vector<const void*> targets;
   targets.reserve(c.size());
   at::ScalarType known =
@@ -193,8 +201,10 @@ void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
       check_entry("c", i, c[i], c[i]);
       known = c[i].scalar_type();
     }
-    if (!is_alike(a[i], c[i])) check_entry("a", i, a[i], c[i]);
-    if (!is_alike(b[i], c[i])) check_entry("b", i, b[i], c[i]);
+    const bool a_is_alike = is_alike(a[i], c[i]), b_is_alike = is_alike(b[i], c[i]);
+    if (!a_is_alike) check_entry("a", i, a[i], c[i]);
+    if (!b_is_alike) check_entry("b", i, b[i], c[i]);
+    alike[i] = a_is_alike && b_is_alike;
     if (c[i].is_meta() || c[i].sym_numel() == 0) continue;
     targets.push_back(c[i].const_data_ptr());
     if (shares_memory(c[i], a[i], b[i])) {
@@ -206,6 +216,7 @@ void check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
   if (!std::is_sorted(targets.begin(), targets.end())) std::sort(targets.begin(), targets.end());
   TORCH_CHECK_VALUE(std::adjacent_find(targets.begin(), targets.end()) == targets.end(), kListName,
                     ": an entry is in c twice; call the function once for each.");
+  return alike;
 }
 
 }  // namespace
@@ -246,7 +257,7 @@ void fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tenso
 }
 
 void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
-  check_lists(a, b, c);
+  [[maybe_unused]] const std::vector<bool> alike = check_lists(a, b, c);
 #ifdef TORCHIUM_WITH_CUDA
   std::map<c10::DeviceIndex, EntryTable> tables;
   EntryTable* table = nullptr;  // of the entry before
@@ -255,7 +266,7 @@ void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
     const at::Tensor& target = c[i];
     if (target.sym_numel() == 0) continue;
 #ifdef TORCHIUM_WITH_CUDA
-    if (has_kernel(a[i], b[i], target)) {
+    if (alike[i] && target.is_cuda() && is_plain(target) && is_plain(a[i]) && is_plain(b[i])) {
       if (table == nullptr || table->device() != target.device()) {
         table = &tables.try_emplace(target.device().index(), target.device()).first->second;
       }
