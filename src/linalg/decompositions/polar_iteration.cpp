@@ -1,7 +1,7 @@
 #include "linalg/decompositions/polar_iteration.h"
 
 #include "linalg/common/operand_checks.h"
-#include "linalg/products/batched_products.h"
+#include "linalg/products/repeated_product.h"
 #include "linalg/roots/minimax.h"
 
 #include <ATen/ATen.h>
@@ -13,7 +13,6 @@
 
 #ifdef TORCHIUM_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <cuda_runtime_api.h>
 #endif
@@ -34,34 +33,10 @@ bool has_polar_iteration(const at::Tensor& A) {
 
 namespace {
 
-// |X| of each matrix, [N, 1, 1]; one for zero matrices.
+// |X| of each matrix, [N, 1, 1]; not zero.
 at::Tensor frobenius_norms(const at::Tensor& X) {
-  const at::Tensor norms = at::linalg_vector_norm(X, 2, at::IntArrayRef{-2, -1}, /*keepdim=*/true);
-  return at::where(norms > 0, norms, at::ones_like(norms));
-}
-
-// out <- alpha A B + beta out. By cuBLAS itself on a device: these are up to 84 products, and
-// torch's operators take longer to launch each than the device to compute it.
-void multiply(at::Tensor& out, const at::Tensor& A, const at::Tensor& B, ProductScale scale = {}) {
-#ifdef TORCHIUM_WITH_CUDA
-  if (out.is_cuda()) {
-    multiply_strided_out(out, A, B, MatmulPrecision::kHighest, scale);
-    return;
-  }
-#endif
-  out.baddbmm_(A, B, scale.beta, scale.alpha);
-}
-
-// The same for contiguous matrices of one shape.
-void copy(at::Tensor& out, const at::Tensor& from) {
-#ifdef TORCHIUM_WITH_CUDA
-  if (out.is_cuda()) {
-    C10_CUDA_CHECK(cudaMemcpyAsync(out.mutable_data_ptr(), from.const_data_ptr(), out.nbytes(),
-                                   cudaMemcpyDeviceToDevice, c10::cuda::getCurrentCUDAStream()));
-    return;
-  }
-#endif
-  out.copy_(from);
+  return at::linalg_vector_norm(X, 2, at::IntArrayRef{-2, -1}, /*keepdim=*/true)
+      .clamp_min_(std::numeric_limits<double>::min());
 }
 
 }  // namespace
@@ -80,17 +55,16 @@ at::Tensor polar_iteration(const at::Tensor& X, double rcond) {
   G.div_(root);
   S.div_(norm);
   at::Tensor W = at::empty_like(G), Y_of_step = at::empty_like(Y);
+  const RepeatedProduct gram(Y.mT(), Y), square(G, G), apply(Y, W);
   for (size_t k = 0; k < steps->size(); ++k) {
     const auto [a, b, c] = (*steps)[k];
     if (k > 0) {
-      multiply(G, Y.mT(), Y);
-      copy(W, G);
-      multiply(W, G, G, {.alpha = c, .beta = b});
+      gram.run(G, Y.mT(), Y);
+      square.run(W, G, G, c, b, G);
     } else {
       at::add_out(W, b * G, S, c);
     }
-    copy(Y_of_step, Y);
-    multiply(Y_of_step, Y, W, {.alpha = 1, .beta = a});
+    apply.run(Y_of_step, Y, W, 1, a, Y);
     std::swap(Y, Y_of_step);
   }
   return Y;

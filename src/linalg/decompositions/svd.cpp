@@ -12,7 +12,6 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
-#include <limits>
 #include <vector>
 
 namespace torchium::linalg::detail {
@@ -82,12 +81,8 @@ Svd svd(const at::Tensor& A) {
   const auto [U, S, Vh] = has_polar_iteration(A)
                               ? svd_by_polar(input.matrix)
                               : at::linalg_svd(input.matrix, /*full_matrices=*/false);
-  const at::Tensor is_nan = input.finite.logical_not();
   const auto result = [&](const at::Tensor& X, const std::vector<c10::SymInt>& to) {
-    return X.masked_fill(is_nan, std::numeric_limits<double>::quiet_NaN())
-        .to(A.scalar_type())
-        .contiguous()
-        .view(C10_AS_INTARRAYREF_SLOW(to));
+    return input.or_nan(X).to(A.scalar_type()).contiguous().view(C10_AS_INTARRAYREF_SLOW(to));
   };
   const at::Tensor values = times_power_of_two(S.unsqueeze(-2), input.exponent);
   return {result(U, sizes.U), result(saturated(values, A.scalar_type()), sizes.S),

@@ -7,12 +7,14 @@
 namespace torchium::linalg::detail {
 
 at::Tensor UnitScaled::or_nan(const at::Tensor& X) const {
-  return X.masked_fill(finite.logical_not(), std::numeric_limits<double>::quiet_NaN());
+  return at::where(finite, X, std::numeric_limits<double>::quiet_NaN());
 }
 
 UnitScaled unit_scaled(const at::Tensor& A) {
-  const at::Tensor largest = A.abs().amax({-2, -1}, /*keepdim=*/true);
-  const at::Tensor finite = largest.isfinite();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const at::Tensor largest =
+      at::linalg_vector_norm(A, kInfinity, at::IntArrayRef{-2, -1}, /*keepdim=*/true);
+  const at::Tensor finite = largest < kInfinity;  // not for NaN
   const at::Tensor exponent = std::get<1>(at::frexp(at::where(finite, largest, 0.5)));
   return {times_power_of_two(at::where(finite, A, 0), -exponent), exponent, finite};
 }
