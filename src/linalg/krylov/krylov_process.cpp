@@ -3,6 +3,7 @@
 #include "linalg/common/operator_checks.h"
 #include "linalg/common/precision.h"
 #include "linalg/common/random_signs.h"
+#include "linalg/krylov/device_ritz_pairs.h"
 #include "linalg/structured/dense.h"
 #include "linalg/structured/dense_product.h"
 #include "support/derivatives.h"
@@ -32,9 +33,12 @@ constexpr int64_t kDefaultPairs = 6;
 // Columns of the basis at the first check: a few per wanted pair, and two blocks.
 int64_t columns_at_first_check(int64_t k, int64_t block) { return 3 * k + 2 * block; }
 
-// Products that a device is given before the host waits for what a check needs: they take about as
-// long as the check.
-constexpr int64_t kStepsAhead = 3;
+// Products that a device is given before the host waits for what a check needs: they take at least
+// as long as the check.
+constexpr int64_t kStepsAhead = 4;
+
+// By how much the residuals fall between two full bases, at most.
+constexpr double kFallOfRestart = 100.0;
 
 const char* method_name(bool symmetric) { return symmetric ? "lanczos" : "arnoldi"; }
 
@@ -81,22 +85,25 @@ void check_options(bool symmetric, int64_t n, int64_t k, int64_t block,
 std::vector<at::Tensor> sent_together(const std::vector<at::Tensor>& tensors,
                                       const at::TensorOptions& options) {
   std::vector<at::Tensor> numbers;
+  int64_t count = 0;
   for (const at::Tensor& x : tensors) {
-    const at::Tensor real = x.is_complex() ? at::view_as_real(x.resolve_conj()) : x;
-    numbers.push_back(real.to(options.dtype()).reshape({-1}));
+    numbers.push_back(x.is_complex() ? at::view_as_real(x.resolve_conj()) : x);
+    count += numbers.back().numel();
   }
-  at::Tensor all = at::cat(numbers);
-  if (!options.device().is_cpu())
-    all = all.pin_memory().to(options.device(), /*non_blocking=*/true);
+  const bool is_cpu = options.device().is_cpu();
+  const at::Tensor packed = at::empty({count}, options.device(at::kCPU).pinned_memory(!is_cpu));
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& x : numbers) {
+    const int64_t begin = parts.empty() ? 0 : parts.back().storage_offset() + parts.back().numel();
+    parts.push_back(packed.narrow(0, begin, x.numel()).view(x.sizes()));
+    parts.back().copy_(x);
+  }
+  const at::Tensor sent = is_cpu ? packed : packed.to(options.device(), /*non_blocking=*/true);
   std::vector<at::Tensor> result;
-  int64_t begin = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& x = tensors[i];
-    auto shape = x.sizes().vec();
-    if (x.is_complex()) shape.push_back(2);
-    const at::Tensor part = all.narrow(0, begin, numbers[i].numel()).view(shape);
-    result.push_back(x.is_complex() ? at::view_as_complex(part) : part);
-    begin += numbers[i].numel();
+    const at::Tensor part =
+        sent.narrow(0, parts[i].storage_offset(), parts[i].numel()).view(parts[i].sizes());
+    result.push_back(tensors[i].is_complex() ? at::view_as_complex(part) : part);
   }
   return result;
 }
@@ -172,14 +179,13 @@ void KrylovProcess::use(const at::Tensor& /*operand*/, const at::Tensor& given) 
   space_->extend(product);
   ++steps_;
   if (space_->is_full()) {
-    late_.reset();
-    if (!check(snapshot())) restart();
+    late_.reset();  // its check would only delay this one
+    if (!finish_on_device() && !check(snapshot())) restart();
     return;
   }
   if (late_ && steps_ >= late_->step + kStepsAhead) {
-    Snapshot last = std::move(*late_);
-    late_.reset();
-    if (check(std::move(last))) return;
+    const std::optional<Snapshot> late = std::exchange(late_, std::nullopt);
+    if (check(*late)) return;
   }
   if (!late_ && steps_ >= next_check_) {
     if (checks_late_) {
@@ -210,7 +216,7 @@ void KrylovProcess::check_projection(const at::Tensor& H) const {
                     ": a product of the operator is not finite.");
   if (symmetric_) {
     const double asymmetry = (H - H.mT()).norm().item<double>() / 2;
-    TORCH_CHECK_VALUE(asymmetry <= 10 * std::sqrt(epsilon_) * norm, name,
+    TORCH_CHECK_VALUE(is_symmetric(asymmetry, norm), name,
                       ": the operator is not symmetric: |H - H^T| / 2 is ", asymmetry,
                       " for a projection H of norm ", norm, "; use arnoldi.");
   }
@@ -248,7 +254,7 @@ bool KrylovProcess::has_converged(const RitzPairs& pairs, int64_t step) {
 }
 
 // Finishes and returns true if the pairs have converged, or no restart is left for a full basis.
-bool KrylovProcess::check(Snapshot snapshot) {
+bool KrylovProcess::check(const Snapshot& snapshot) {
   if (tensor_options_.device().type() != at::kCPU) snapshot.arrival.synchronize();
   const at::Tensor& projection = snapshot.projection;
   const int64_t size = projection.size(1);
@@ -263,6 +269,33 @@ bool KrylovProcess::check(Snapshot snapshot) {
     return true;
   }
   return false;
+}
+
+bool KrylovProcess::is_symmetric(double asymmetry, double norm) const {
+  return asymmetry <= 10 * std::sqrt(epsilon_) * norm;
+}
+
+// Where the pairs of a full basis may have converged, the device finds that out by itself: the host
+// would take as long for the eigenproblem alone. Otherwise, what is wrong is for check() to say.
+bool KrylovProcess::finish_on_device() {
+  const auto dtype = c10::typeMetaToScalarType(tensor_options_.dtype());
+  const at::Tensor projection = space_->projection();
+  const int64_t m = projection.size(1);
+  const bool is_hopeless = restarts_ > 0 && last_residual_ > kFallOfRestart * tol_;
+  if (!symmetric_ || is_hopeless ||
+      !has_device_ritz_pairs(projection.narrow(0, 0, m), options_.which, dtype)) {
+    return false;
+  }
+  const DeviceRitzPairs pairs = device_ritz_pairs(projection, k_, options_.which);
+  if (!(is_symmetric(pairs.asymmetry, pairs.norm) &&
+        pairs.residual + restart_error_ <= tol_ * pairs.largest)) {
+    return false;
+  }
+  result_ = {pairs.values.to(dtype), space_->combined(pairs.vectors.to(dtype)),
+             (pairs.residuals + restart_error_).to(dtype),
+             at::ones({k_}, tensor_options_.dtype(at::kBool))};
+  space_.reset();
+  return true;
 }
 
 void KrylovProcess::restart() {

@@ -36,11 +36,13 @@ class KrylovProcess final : public OperatorProcess {
     int64_t step;
   };
   Snapshot snapshot() const;
-  bool check(Snapshot snapshot);
+  bool check(const Snapshot& snapshot);
+  bool finish_on_device();
   void restart();
   bool has_converged(const RitzPairs& pairs, int64_t step);
   void finish(const RitzPairs& pairs);
   void check_projection(const at::Tensor& H) const;
+  bool is_symmetric(double asymmetry, double norm) const;
 
   bool symmetric_;
   int64_t n_, k_, block_;

@@ -2,6 +2,7 @@
 
 #include "linalg/common/random_signs.h"
 #include "linalg/krylov/block_gram_schmidt.h"
+#include "linalg/products/batched_products.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -36,7 +37,16 @@ at::Tensor KrylovSpace::projection() const {
 }
 
 at::Tensor KrylovSpace::combined(const at::Tensor& U) const {
-  return U.mT().matmul(basis_.narrow(0, 0, U.size(0))).mT();
+  const at::Tensor basis = basis_.narrow(0, 0, U.size(0));
+#ifdef TORCHIUM_WITH_CUDA
+  if (U.is_cuda()) {  // by cuBLAS itself: torch's operator takes the host longer than the device
+    at::Tensor rows = at::empty({1, U.size(1), basis.size(1)}, basis.options());
+    multiply_strided_out(rows, U.contiguous().mT().unsqueeze(0), basis.unsqueeze(0),
+                         MatmulPrecision::kHighest);
+    return rows[0].mT();
+  }
+#endif
+  return U.mT().matmul(basis).mT();
 }
 
 void KrylovSpace::extend(const at::Tensor& product) {

@@ -1,0 +1,27 @@
+// The Ritz pairs of a full basis, computed where it is: the host waits once, for four numbers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+namespace torchium::linalg::detail {
+
+// Whether device_ritz_pairs takes H [m, m] and `which`, for vectors in `dtype`.
+bool has_device_ritz_pairs(const at::Tensor& H, const std::string& which, at::ScalarType dtype);
+
+// Of a symmetric problem; see RitzPairs. In float64 on the device, from eigenvectors in float32.
+struct DeviceRitzPairs {
+  at::Tensor values;     // [k]
+  at::Tensor vectors;    // [m, k], orthonormal
+  at::Tensor residuals;  // [k]
+  // On the host: the largest |theta| of all, the largest residual, |H| and |H - H^T| / 2.
+  double largest, residual, norm, asymmetry;
+};
+
+// projection: H [m, m] above B [b, m], finite or not.
+DeviceRitzPairs device_ritz_pairs(const at::Tensor& projection, int64_t k,
+                                  const std::string& which);
+
+}  // namespace torchium::linalg::detail
