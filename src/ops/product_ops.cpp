@@ -16,6 +16,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -128,6 +129,21 @@ void fused_mul_add_out_autograd(const at::Tensor& a, const at::Tensor& b, const 
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
+// Python's lists of tensors are released without the interpreter's lock, and a tensor whose only
+// other owner is Python takes the lock for that, which costs more than all else here. These
+// references live until Python, which has the lock, frees this object.
+struct TensorReferences : torch::CustomClassHolder {
+  std::vector<at::Tensor> tensors;
+};
+
+void fused_mul_add_lists_keeping(at::TensorList a, at::TensorList b, at::TensorList c,
+                                 const c10::intrusive_ptr<TensorReferences>& references) {
+  auto& kept = references->tensors;
+  kept.reserve(a.size() + b.size() + c.size());
+  for (const at::TensorList list : {a, b, c}) kept.insert(kept.end(), list.begin(), list.end());
+  fused_mul_add_(a, b, c);
+}
+
 }  // namespace
 
 at::Tensor kron(const at::Tensor& A, const at::Tensor& B) {
@@ -196,6 +212,11 @@ TORCH_LIBRARY_FRAGMENT(torchium, m) {
               &detail::fused_mul_add_out, nullptr, &fused_mul_add_out_autograd);
   ops::define(m, "fused_mul_add_(Tensor[] a, Tensor[] b, Tensor(a!)[] c) -> ()",
               &detail::fused_mul_add_, nullptr, &fused_mul_add_lists_autograd);
+  m.class_<TensorReferences>("TensorReferences").def(torch::init<>());
+  ops::define_composite(m,
+                        "fused_mul_add_.keeping(Tensor[] a, Tensor[] b, Tensor(a!)[] c, "
+                        "__torch__.torch.classes.torchium.TensorReferences references) -> ()",
+                        &fused_mul_add_lists_keeping);
 }
 
 }  // namespace torchium::linalg

@@ -277,7 +277,11 @@ def fused_mul_add_(a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]
         RuntimeError: an entry that requires grad while gradients are recorded.
     """
     try:
-        _ops.fused_mul_add_.default(a, b, c)
+        if torch.compiler.is_compiling():
+            _ops.fused_mul_add_.default(a, b, c)
+        else:  # half the time, see the operator; called itself it would search the lists for script objects
+            references = torch.classes.torchium.TensorReferences()
+            _ops.fused_mul_add_.keeping._op(a, b, c, references)
     except (TypeError, RuntimeError):
         _check_lists("fused_mul_add_", a=a, b=b, c=c)  # only now: it takes as long as the operator
         raise

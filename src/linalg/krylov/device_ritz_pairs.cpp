@@ -36,7 +36,7 @@ DeviceRitzPairs device_ritz_pairs(const at::Tensor& projection, int64_t k,
   const at::Tensor residuals = rest.norm(2, 0);
   const at::Tensor asymmetry = (H - H.mT()).norm();
   const at::Tensor numbers =
-      at::stack({all.abs().amax().to(at::kDouble), input.exponent.to(at::kDouble).view({}),
+      at::stack({all.abs().amax().to(at::kDouble), input.exponent.to(at::kDouble).squeeze(),
                  residuals.amax(), H.norm(), asymmetry})
           .cpu();
   const double* number = numbers.const_data_ptr<double>();

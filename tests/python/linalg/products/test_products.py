@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,7 @@ from matrix_cases import (
 )
 from reference import products as reference
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torchium import linalg
 
@@ -316,6 +319,26 @@ def test_lists_that_do_not_fit_change_nothing(device):
     with pytest.raises(ValueError, match="a is of type Tensor; it must be a list or tuple"):
         linalg.fused_mul_add_(torch.ones(3), [torch.ones(3)], [torch.ones(3)])
     linalg.fused_mul_add_([], [], [])
+
+
+def test_lists_are_not_kept():
+    a, b, c = ([torch.ones(2)] for _ in range(3))
+    linalg.fused_mul_add_(a, b, c)
+    entry = weakref.ref(c.pop())
+    assert entry() is None
+
+
+def test_lists_below_a_mode_and_compiled():
+    def result(x: Tensor) -> Tensor:
+        y = x.clone()
+        linalg.fused_mul_add_([x], [x], [y])
+        return y
+
+    x = torch.full((3,), 2.0)
+    with FakeTensorMode() as mode:
+        assert result(mode.from_tensor(x)).shape == (3,)
+    compiled = torch.compile(result, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), torch.full((3,), 6.0))
 
 
 @pytest.mark.cuda
