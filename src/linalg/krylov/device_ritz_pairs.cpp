@@ -34,16 +34,17 @@ DeviceRitzPairs device_ritz_pairs(const at::Tensor& projection, int64_t k,
   const at::Tensor values = (X * of_H).sum(0);
   of_H.sub_(X * values);
   const at::Tensor residuals = rest.norm(2, 0);
-  const at::Tensor asymmetry = (H - H.mT()).norm();
+  const at::Tensor norms = at::stack({H, H - H.mT()}).norm(2, {1, 2});
   const at::Tensor numbers =
       at::stack({all.abs().amax().to(at::kDouble), input.exponent.to(at::kDouble).squeeze(),
-                 residuals.amax(), H.norm(), asymmetry})
-          .cpu();
-  const double* number = numbers.const_data_ptr<double>();
-  return {.values = values,
-          .vectors = X,
-          .residuals = residuals,
-          .largest = std::ldexp(number[0], static_cast<int>(number[1])),
+                 residuals.amax(), norms[0], norms[1]});
+  return {.values = values, .vectors = X, .residuals = residuals, .numbers = numbers};
+}
+
+DeviceRitzPairs::Quality DeviceRitzPairs::quality() const {
+  const at::Tensor host = numbers.cpu();
+  const double* number = host.const_data_ptr<double>();
+  return {.largest = std::ldexp(number[0], static_cast<int>(number[1])),
           .residual = number[2],
           .norm = number[3],
           .asymmetry = number[4] / 2};

@@ -16,8 +16,16 @@ struct DeviceRitzPairs {
   at::Tensor values;     // [k]
   at::Tensor vectors;    // [m, k], orthonormal
   at::Tensor residuals;  // [k]
-  // On the host: the largest |theta| of all, the largest residual, |H| and |H - H^T| / 2.
-  double largest, residual, norm, asymmetry;
+
+  struct Quality {
+    double largest;    // |theta| of all m
+    double residual;   // the largest
+    double norm;       // |H|
+    double asymmetry;  // |H - H^T| / 2
+  };
+  Quality quality() const;  // waits
+
+  at::Tensor numbers;  // of it
 };
 
 // projection: H [m, m] above B [b, m], finite or not.

@@ -287,13 +287,16 @@ bool KrylovProcess::finish_on_device() {
     return false;
   }
   const DeviceRitzPairs pairs = device_ritz_pairs(projection, k_, options_.which);
-  if (!(is_symmetric(pairs.asymmetry, pairs.norm) &&
-        pairs.residual + restart_error_ <= tol_ * pairs.largest)) {
+  std::vector<at::Tensor> result = {
+      pairs.values.to(dtype), space_->combined(pairs.vectors.to(dtype)),
+      (pairs.residuals + restart_error_).to(dtype),
+      at::ones({k_}, tensor_options_.dtype(at::kBool))};  // on their way before the host waits
+  const auto quality = pairs.quality();
+  if (!(is_symmetric(quality.asymmetry, quality.norm) &&
+        quality.residual + restart_error_ <= tol_ * quality.largest)) {
     return false;
   }
-  result_ = {pairs.values.to(dtype), space_->combined(pairs.vectors.to(dtype)),
-             (pairs.residuals + restart_error_).to(dtype),
-             at::ones({k_}, tensor_options_.dtype(at::kBool))};
+  result_ = std::move(result);
   space_.reset();
   return true;
 }
