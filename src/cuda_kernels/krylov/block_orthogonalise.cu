@@ -1,3 +1,4 @@
+#include "cuda_kernels/common/pipeline.cuh"
 #include "cuda_kernels/common/warp_sums.cuh"
 #include "cuda_kernels/krylov/block_orthogonalise.h"
 
@@ -19,11 +20,50 @@ constexpr int kGroups = kThreads / kColumns;
 constexpr int kCoefficientRows = 128;
 constexpr int kRecombineThreads = 256;
 
+// Each kernel here is short and reads what the one before wrote: from Hopper on it is launched
+// while that one runs.
+__device__ void begin() {
+#if __CUDA_ARCH__ >= 900
+  wait_for_prerequisites();
+  launch_dependents();
+#endif
+}
+
+class Launcher {
+ public:
+  explicit Launcher(cudaStream_t stream) {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    overlap_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap_.val.programmaticStreamSerializationAllowed = 1;
+    config_.stream = stream;
+    config_.attrs = &overlap_;
+    config_.numAttrs = major >= 9 ? 1 : 0;
+  }
+  Launcher(const Launcher&) = delete;
+
+  template <typename... Parameters, typename... Arguments>
+  void operator()(void (*kernel)(Parameters...), dim3 grid, int threads, Arguments... arguments) {
+    config_.gridDim = grid;
+    config_.blockDim = threads;
+    const cudaError_t error = cudaLaunchKernelEx(&config_, kernel, Parameters(arguments)...);
+    if (error_ == cudaSuccess) error_ = error;
+  }
+  cudaError_t error() const { return error_; }
+
+ private:
+  cudaLaunchAttribute overlap_{};
+  cudaLaunchConfig_t config_{};
+  cudaError_t error_ = cudaSuccess;
+};
+
 // partial[s, i, k] = sum of rows[i, c] block[k, c] over the columns c of segment s.
 template <int K>
 __global__ void __launch_bounds__(kThreads)
     row_products_kernel(const float* rows, int count, const float* block, int64_t n,
                         int64_t segment, double* partial) {
+  begin();
   const int first = blockIdx.x * kRowsAtOnce;
   const int64_t begin = blockIdx.y * segment;
   const int64_t end = begin + segment < n ? begin + segment : n;
@@ -65,6 +105,7 @@ template <int K>
 __global__ void __launch_bounds__(kThreads)
     subtract_kernel(const float* rows, int count, int total, const double* partial, int segments,
                     float* block, int64_t n, double* sums) {
+  begin();
   __shared__ double coefficient[kCoefficientRows][K];
   __shared__ double taken[kGroups][K][kColumns];
   const int column = threadIdx.x % kColumns;
@@ -217,6 +258,7 @@ template <int B, bool is_last>
 __global__ void __launch_bounds__(kRecombineThreads)
     recombine_kernel(float* block, int64_t n, const double* partial, int segments,
                      LeastLengths least, Coefficients to) {
+  begin();
   constexpr int K = 2 * B;
   __shared__ GramSchmidt<B> s;
   for (int i = threadIdx.x; i < K * K; i += kRecombineThreads) {
@@ -258,13 +300,13 @@ int segments_of(int rows, int64_t n) {
   return static_cast<int>(std::max<int64_t>(1, std::min(wanted, most)));
 }
 
-int64_t blocks_of(int64_t n, int64_t each) { return (n + each - 1) / each; }
+unsigned blocks_of(int64_t n, int64_t each) { return static_cast<unsigned>((n + each - 1) / each); }
 
 template <int B>
 class Orthogonaliser {
  public:
   Orthogonaliser(const BlockOrthogonalise& arguments, cudaStream_t stream)
-      : a_(arguments), stream_(stream), block_(a_.rows + a_.known * a_.n) {
+      : a_(arguments), launch_(stream), block_(a_.rows + a_.known * a_.n) {
     partial_ = a_.workspace;
     gram_ = partial_ + partial_size(a_.known, a_.n);
     C1_ = gram_ + gram_size(a_.n);
@@ -276,12 +318,13 @@ class Orthogonaliser {
     return partial_size(known, n) + gram_size(n) + (2 * int64_t{known} + B) * K + B * B;
   }
 
-  void run() const {
+  cudaError_t run() {
     const Coefficients to{C1_, C2_, R1_, a_.projection, a_.row_stride, a_.known};
     project(a_.known + B, C1_);
     recombine<false>({a_.epsilon, C1_ + a_.known * K}, to);
     if (a_.known > 0) project(a_.known, C2_);
     recombine<true>({a_.noise, nullptr}, to);
+    return launch_.error();
   }
 
  private:
@@ -295,33 +338,31 @@ class Orthogonaliser {
   }
   static int64_t gram_size(int64_t n) { return int64_t{segments_of(K, n)} * K * K; }
 
-  int products(const float* rows, int count, double* partial) const {
+  int products(const float* rows, int count, double* partial) {
     const int segments = segments_of(count, a_.n);
-    const int64_t columns = blocks_of(a_.n, segments);
+    const int64_t columns = (a_.n + segments - 1) / segments;
     const dim3 grid((count + kRowsAtOnce - 1) / kRowsAtOnce, segments);
-    row_products_kernel<K>
-        <<<grid, kThreads, 0, stream_>>>(rows, count, block_, a_.n, columns, partial);
+    launch_(row_products_kernel<K>, grid, kThreads, rows, count, block_, a_.n, columns, partial);
     return segments;
   }
 
   // Subtracts from all 2 B rows of the block what they have in V. `sums`: the products of the first
   // `count` rows, V and perhaps some of the block, with the rows of the block.
-  void project(int count, double* sums) const {
+  void project(int count, double* sums) {
     const int segments = products(a_.rows, count, partial_);
-    subtract_kernel<K><<<static_cast<unsigned>(blocks_of(a_.n, kColumns)), kThreads, 0, stream_>>>(
-        a_.rows, a_.known, count, partial_, segments, block_, a_.n, sums);
+    launch_(subtract_kernel<K>, blocks_of(a_.n, kColumns), kThreads, a_.rows, a_.known, count,
+            partial_, segments, block_, a_.n, sums);
   }
 
   template <bool is_last>
-  void recombine(const LeastLengths& least, const Coefficients& to) const {
+  void recombine(const LeastLengths& least, const Coefficients& to) {
     const int segments = products(block_, K, gram_);
-    recombine_kernel<B, is_last>
-        <<<static_cast<unsigned>(blocks_of(a_.n, kRecombineThreads)), kRecombineThreads, 0,
-           stream_>>>(block_, a_.n, gram_, segments, least, to);
+    launch_(recombine_kernel<B, is_last>, blocks_of(a_.n, kRecombineThreads), kRecombineThreads,
+            block_, a_.n, gram_, segments, least, to);
   }
 
   BlockOrthogonalise a_;
-  cudaStream_t stream_;
+  Launcher launch_;
   float* block_;
   double *partial_, *gram_, *C1_, *C2_, *R1_;
 };
@@ -348,8 +389,8 @@ int64_t block_orthogonalise_workspace(int known, int block, int64_t n) {
 }
 
 cudaError_t block_orthogonalise(const BlockOrthogonalise& arguments, cudaStream_t stream) {
-  with_block(arguments.block, [&](auto B) { Orthogonaliser<B>(arguments, stream).run(); });
-  return cudaGetLastError();
+  return with_block(arguments.block,
+                    [&](auto B) { return Orthogonaliser<B>(arguments, stream).run(); });
 }
 
 }  // namespace torchium::cuda_kernels
