@@ -5,6 +5,7 @@
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/iterative/iterative_function.h"
 #include "linalg/structured/operator_node.h"
+#include "linalg/structured/power.h"
 #include "support/derivatives.h"
 #include "support/no_autocast.h"
 #include "support/phase.h"
@@ -85,6 +86,9 @@ LinearOperator unnamed_image(const LinearOperator& A, const MatrixFunction& f) {
   if (f.exponent == 0.0 && A.node().batch.empty()) {
     return Identity(A.size(), 1.0, A.options());
   }
+  if (f.is_positive_integer_power() && f.is_power_of_few_factors()) {
+    return make_operator<PowerNode>(A, static_cast<int64_t>(*f.exponent));
+  }
   if (A.is_symmetric()) {
     const auto found = A.node().spectrum();
     // Eigenvectors have no derivative where eigenvalues are equal; functions of matrices have one.
@@ -95,18 +99,15 @@ LinearOperator unnamed_image(const LinearOperator& A, const MatrixFunction& f) {
       return Product({found->vectors, Diagonal(image), found->vectors.transpose()});
     }
   }
+  if (f.is_power_of_few_factors()) {
+    MatrixFunction inverse = f;
+    inverse.exponent = -1.0;
+    return make_operator<PowerNode>(apply(A, inverse), static_cast<int64_t>(-*f.exponent));
+  }
   if (is_small(A)) {
     const at::Tensor dense = A.to_dense();
     return f.is_inverse() ? make_operator<FactorizedInverse>(f, A, dense)
                           : Dense(function_of_dense(A.node().kind, f, dense, A.is_symmetric()));
-  }
-  // Of a few factors: no iteration but that of an inverse.
-  constexpr double kMostFactors = 16;
-  if (f.is_integer_power() && !f.is_inverse() && std::abs(*f.exponent) <= kMostFactors) {
-    MatrixFunction base = f;
-    base.exponent = *f.exponent < 0 ? -1.0 : 1.0;
-    return Product(
-        std::vector<LinearOperator>(static_cast<size_t>(std::abs(*f.exponent)), apply(A, base)));
   }
   return f.is_inverse() ? make_iterative_inverse(A, f.iteration) : make_krylov_function(A, f);
 }
@@ -274,9 +275,13 @@ at::Tensor LinearOperator::matmul(const at::Tensor& X) const {
 }
 
 at::Tensor LinearOperator::rmatmul(const at::Tensor& X) const {
+  const torchium::detail::NoAutocast no_autocast;
   check_operand(*node_, X, -1, "columns");
+  const at::Tensor rows = X.dim() == 1 ? X.unsqueeze(0) : X;
+  const auto found = node_->multiply_left(rows);
   // X A = (A^T X^T)^T.
-  return X.dim() == 1 ? transpose().matmul(X) : transpose().matmul(X.mT()).mT();
+  const at::Tensor product = found ? *found : transpose().node_->multiply(rows.mT()).mT();
+  return X.dim() == 1 ? product.squeeze(-2) : product;
 }
 
 bool LinearOperator::is_dense() const {

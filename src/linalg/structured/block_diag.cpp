@@ -40,6 +40,17 @@ class BlockDiagNode final : public NodeOfParts<BlockDiagNode> {
     return at::cat(images, -2);
   }
 
+  at::Tensor to_dense() const override {
+    if (!batch.empty()) {
+      return OperatorNode::to_dense();
+    }
+    std::vector<at::Tensor> blocks;
+    for (const LinearOperator& A : parts_) {
+      blocks.push_back(A.to_dense());
+    }
+    return at::block_diag(blocks);
+  }
+
   std::optional<at::Tensor> diag(const EstimateOptions& estimate) const override {
     return concatenated([&](const LinearOperator& A) { return A.diag(estimate); });
   }

@@ -16,6 +16,10 @@ at::Tensor DenseNode::multiply(const at::Tensor& X) const {
   return A.dim() == 2 && X.dim() == 2 ? dense_product(A, X) : A.matmul(X);
 }
 
+std::optional<at::Tensor> DenseNode::multiply_left(const at::Tensor& X) const {
+  return dense_product_from_left(X, A);
+}
+
 LinearOperator DenseNode::transpose() const { return make_operator<DenseNode>(A.mT()); }
 
 std::optional<at::Tensor> DenseNode::diag(const EstimateOptions&) const {
@@ -35,6 +39,9 @@ std::optional<Slogdet> DenseNode::slogdet(const EstimateOptions&) const {
 }
 
 std::optional<LinearOperator> DenseNode::apply(const MatrixFunction& f) const {
+  if (f.is_power_of_few_factors()) {
+    return std::nullopt;
+  }
   const bool symmetric = assumed >= Property::kSymmetric;
   if (f.is_inverse()) {
     return make_operator<FactorizedInverse>(f, with_property(make_operator<DenseNode>(A), assumed),
@@ -98,7 +105,7 @@ std::optional<Slogdet> FactorizedInverse::slogdet(const EstimateOptions& options
 }
 
 std::optional<LinearOperator> FactorizedInverse::apply(const MatrixFunction& f) const {
-  return apply_to_inverse(A_, f);
+  return f.is_positive_integer_power() ? std::nullopt : apply_to_inverse(A_, f);  // factors once
 }
 
 }  // namespace torchium::linalg::detail

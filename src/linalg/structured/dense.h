@@ -9,6 +9,7 @@ class DenseNode final : public NodeOf<DenseNode> {
  public:
   explicit DenseNode(const at::Tensor& A);
   at::Tensor multiply(const at::Tensor& X) const override;
+  std::optional<at::Tensor> multiply_left(const at::Tensor& X) const override;
   LinearOperator transpose() const override;
   at::Tensor to_dense() const override { return A; }
   std::optional<at::Tensor> diag(const EstimateOptions&) const override;

@@ -105,4 +105,13 @@ at::Tensor symmetric_dense_product(const at::Tensor& A, const at::Tensor& X) {
   return dense_product(A, X);
 }
 
+std::optional<at::Tensor> dense_product_from_left(const at::Tensor& X, const at::Tensor& A) {
+  if (!A.is_cpu()) {
+    return std::nullopt;
+  }
+  return A.dim() == 2 && X.dim() == 2 && X.size(0) == 1
+             ? at::mv(A.mT(), X.select(0, 0)).unsqueeze(0)
+             : at::matmul(X, A);
+}
+
 }  // namespace torchium::linalg::detail

@@ -16,6 +16,10 @@ DiagonalNode::DiagonalNode(const at::Tensor& d)
 
 at::Tensor DiagonalNode::multiply(const at::Tensor& X) const { return d.unsqueeze(-1) * X; }
 
+std::optional<at::Tensor> DiagonalNode::multiply_left(const at::Tensor& X) const {
+  return X * d.unsqueeze(-2);
+}
+
 LinearOperator DiagonalNode::transpose() const { return make_operator<DiagonalNode>(d); }
 
 at::Tensor DiagonalNode::to_dense() const { return at::diag_embed(d); }
@@ -42,13 +46,22 @@ std::optional<Spectrum> DiagonalNode::spectrum() const {
 IdentityNode::IdentityNode(int64_t n, double scale, const at::TensorOptions& options)
     : NodeOf("Identity", std::vector<int64_t>{}, n, options), scale(scale) {}
 
-at::Tensor IdentityNode::multiply(const at::Tensor& X) const { return scale * X; }
+// A copy, because the caller may change it in place.
+at::Tensor IdentityNode::multiply(const at::Tensor& X) const {
+  return scale == 1.0 ? X.clone() : scale * X;
+}
+
+std::optional<at::Tensor> IdentityNode::multiply_left(const at::Tensor& X) const {
+  return multiply(X);
+}
 
 LinearOperator IdentityNode::transpose() const {
   return make_operator<IdentityNode>(n, scale, options);
 }
 
-at::Tensor IdentityNode::to_dense() const { return scale * at::eye(n, options); }
+at::Tensor IdentityNode::to_dense() const {
+  return at::zeros({n, n}, options).fill_diagonal_(scale);
+}
 
 Property IdentityNode::property() const {
   return scale > 0    ? Property::kPositiveDefinite

@@ -9,6 +9,7 @@ class DiagonalNode final : public NodeOf<DiagonalNode> {
  public:
   explicit DiagonalNode(const at::Tensor& d);
   at::Tensor multiply(const at::Tensor& X) const override;
+  std::optional<at::Tensor> multiply_left(const at::Tensor& X) const override;
   LinearOperator transpose() const override;
   at::Tensor to_dense() const override;
   bool is_symmetric() const override { return true; }
@@ -25,6 +26,7 @@ class IdentityNode final : public NodeOf<IdentityNode> {
  public:
   IdentityNode(int64_t n, double scale, const at::TensorOptions& options);
   at::Tensor multiply(const at::Tensor& X) const override;
+  std::optional<at::Tensor> multiply_left(const at::Tensor& X) const override;
   LinearOperator transpose() const override;
   at::Tensor to_dense() const override;
   bool is_symmetric() const override { return true; }

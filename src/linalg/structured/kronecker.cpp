@@ -1,6 +1,7 @@
 // Kronecker products of matrices.
 #include "linalg/structured/operand_checks.h"
 #include "linalg/structured/operator_node.h"
+#include "linalg/structured/power.h"
 #include <torchium/linalg/structured_operators.h>
 
 #include <ATen/ATen.h>
@@ -96,7 +97,13 @@ class KroneckerNode final : public NodeOfParts<KroneckerNode> {
     if (!f.exponent || (!f.is_integer_power() && property() < Property::kPositiveSemidefinite)) {
       return std::nullopt;
     }
-    return mapped([&](const LinearOperator& A) { return detail::apply(A, f); });
+    // A factor multiplies n / order columns for each of X, so that its power itself pays.
+    return mapped([&](const LinearOperator& A) {
+      const LinearOperator image = detail::apply(A, f);
+      const bool pays = f.is_power_of_few_factors() && A.size() <= n / A.size() &&
+                        A.size() <= kLargestDenseOrder && node_as<PowerNode>(image) != nullptr;
+      return pays ? with_property(Dense(image.to_dense()), property_of(image)) : image;
+    });
   }
 
   std::optional<Spectrum> spectrum() const override {

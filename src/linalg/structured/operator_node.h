@@ -27,6 +27,9 @@ struct MatrixFunction {
 
   bool is_inverse() const { return exponent && *exponent == -1.0; }
   bool is_integer_power() const;
+  bool is_positive_integer_power() const { return is_integer_power() && *exponent > 0; }
+  // 2 to 16, or -2 to -16.
+  bool is_power_of_few_factors() const;
 };
 
 struct Slogdet {
@@ -52,6 +55,8 @@ class OperatorNode {
   virtual ~OperatorNode() = default;
 
   virtual at::Tensor multiply(const at::Tensor& X) const = 0;  // [..., n, m]
+  // X A for X [..., m, n]; none: by the transposed matrix.
+  virtual std::optional<at::Tensor> multiply_left(const at::Tensor&) const { return std::nullopt; }
   virtual LinearOperator transpose() const = 0;
   virtual std::shared_ptr<OperatorNode> clone() const = 0;
   virtual at::Tensor to_dense() const;

@@ -3,10 +3,12 @@
 #include "linalg/structured/iterative/callable.h"
 #include "linalg/structured/operand_checks.h"
 #include "linalg/structured/operator_node.h"
+#include "support/derivatives.h"
 #include <torchium/linalg/structured_operators.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <utility>
@@ -70,6 +72,23 @@ at::Tensor transposed_by_autograd(const LinearOperator::Product& product, const 
                                /*create_graph=*/differentiable)[0];
 }
 
+class NoWarnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
+// CSR multiplies up to ten times as fast as COO.
+at::Tensor with_compressed_rows(const at::Tensor& A) {
+  const bool has_derivative =
+      torchium::detail::requires_grad(A) || torchium::detail::has_any_tangent(A);
+  if (A.layout() != at::kSparse || has_derivative || torchium::detail::levels_of(A).size() > 1) {
+    return A;
+  }
+  NoWarnings no_warnings;  // that CSR tensors are in beta state: the caller has passed none
+  const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
+  return A.coalesce().to_sparse_csr();
+}
+
 }  // namespace
 
 CallableNode::CallableNode(int64_t n, Product product, Product transpose_product,
@@ -108,7 +127,7 @@ LinearOperator make_dense_or_sparse(const char* kind, const at::Tensor& A) {
   TORCH_CHECK_VALUE(A.layout() == at::kSparse || A.layout() == at::kSparseCsr, kind,
                     ": A is of layout ", A.layout(), "; it must be dense, COO or CSR.");
   check_operator(kind, A.size(0), options_of(A));
-  return make_operator<SparseNode>(A);
+  return make_operator<SparseNode>(with_compressed_rows(A));
 }
 
 }  // namespace torchium::linalg::detail

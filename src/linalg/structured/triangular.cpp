@@ -1,4 +1,5 @@
 // Triangular matrices, and their inverses by substitution.
+#include "linalg/structured/dense_product.h"
 #include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/operand_checks.h"
 #include "linalg/structured/operator_node.h"
@@ -22,6 +23,12 @@ class TriangularNode final : public NodeOf<TriangularNode> {
     return inverted_ ? at::linalg_solve_triangular(A_, X, /*upper=*/!lower_) : A_.matmul(X);
   }
 
+  std::optional<at::Tensor> multiply_left(const at::Tensor& X) const override {
+    return inverted_ ? std::nullopt : dense_product_from_left(X, A_);
+  }
+
+  at::Tensor to_dense() const override { return inverted_ ? OperatorNode::to_dense() : A_; }
+
   LinearOperator transpose() const override {
     return make_operator<TriangularNode>(A_.mT(), !lower_, inverted_);
   }
@@ -42,6 +49,9 @@ class TriangularNode final : public NodeOf<TriangularNode> {
         throw_singular(kind, f, "an entry of the diagonal is zero");
       }
       return make_operator<TriangularNode>(A_, lower_, !inverted_);
+    }
+    if (f.is_power_of_few_factors()) {
+      return std::nullopt;
     }
     // Functions of a triangular matrix are triangular.
     const at::Tensor image = function_of_dense(kind, f, to_dense(), /*symmetric=*/false);

@@ -15,6 +15,11 @@ bool MatrixFunction::is_integer_power() const {
   return exponent && std::floor(*exponent) == *exponent && std::abs(*exponent) < 1e9;
 }
 
+bool MatrixFunction::is_power_of_few_factors() const {
+  constexpr double kMostFactors = 16;
+  return is_integer_power() && std::abs(*exponent) >= 2 && std::abs(*exponent) <= kMostFactors;
+}
+
 void throw_singular(const char* kind, const MatrixFunction& f, const std::string& why) {
   TORCH_CHECK_VALUE(false, kind, ".", f.name, ": the operator is singular: ", why,
                     ". Add a multiple of the identity.");
@@ -76,10 +81,12 @@ at::Tensor function_by_eigenvectors(const char* kind, const MatrixFunction& f,
   const at::Tensor reproduced = at::real((V * values.unsqueeze(-2)).matmul(inverse));
   const double error = (reproduced - A).detach().norm().item<double>();
   const double tol = std::sqrt(epsilon_of(A.scalar_type())) * A.detach().norm().item<double>();
+  const std::string how = std::isfinite(error)
+                              ? c10::str("reproduce it with an error of norm ", error)
+                              : "are linearly dependent up to rounding";
   TORCH_CHECK_VALUE(error <= tol, kind, ".", f.name,
-                    ": the matrix has no well-conditioned basis of eigenvectors (they reproduce it "
-                    "with an error of norm ",
-                    error, "); only integer powers and exp can be computed.");
+                    ": the matrix has no well-conditioned basis of eigenvectors (they ", how,
+                    "); only integer powers and exp can be computed.");
   const at::Tensor image = function_of_values(kind, f, values, eigenvalue_rounding(values));
   return at::real((V * image.unsqueeze(-2)).matmul(inverse));
 }

@@ -68,7 +68,7 @@ class IterativeInverse final : public NodeOf<IterativeInverse> {
   }
 
   std::optional<LinearOperator> apply(const MatrixFunction& f) const override {
-    return apply_to_inverse(A_, f);
+    return f.is_positive_integer_power() ? std::nullopt : apply_to_inverse(A_, f);
   }
 
  private:
