@@ -109,7 +109,7 @@ def xdiag(
     Args:
         A: symmetric; otherwise as for :func:`hutchinson_trace`.
         num_products: columns that A is multiplied by; even, from 4 to 2 n; by default 100, or 2 n if that
-            is less.
+            is less. From n on, n products give the diagonal itself.
         seed: as for :func:`hutchinson_trace`.
 
     Raises:

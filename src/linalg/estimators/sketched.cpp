@@ -80,15 +80,25 @@ XdiagProcess::XdiagProcess(int64_t n, std::optional<int64_t> num_products, uint6
   TORCH_CHECK_VALUE(products >= least && products % 2 == 0 && products <= most,
                     "xdiag: num_products is ", products, "; it must be even, at least ", least,
                     " and at most 2 n = ", most, ".");
-  signs_ = random_signs(n, products / 2, seed, 0, options);
+  if (products >= n) {  // enough for the diagonal itself
+    identity_ = at::eye(n, options);
+  } else {
+    signs_ = random_signs(n, products / 2, seed, 0, options);
+  }
 }
 
 at::Tensor XdiagProcess::next_operand() {
   if (!result_.empty()) return {};
+  if (identity_.defined()) return identity_;
   return images_.defined() ? range_ : signs_;
 }
 
 void XdiagProcess::use(const at::Tensor& /*operand*/, const at::Tensor& product) {
+  if (identity_.defined()) {
+    const at::Tensor diagonal = product.diagonal().clone();
+    result_ = {diagonal, at::zeros_like(diagonal)};
+    return;
+  }
   if (!images_.defined()) {
     images_ = product.clone();  // the operator may write its next product into the same memory
     std::tie(range_, R_) = at::linalg_qr(images_);

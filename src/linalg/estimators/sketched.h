@@ -38,6 +38,7 @@ class XdiagProcess final : public OperatorProcess {
   void use(const at::Tensor& operand, const at::Tensor& product) override;
   std::vector<at::Tensor> make_result() override { return result_; }  // value, standard error
 
+  at::Tensor identity_;   // instead of all others, where there are n products
   at::Tensor signs_;      // Omega [n, samples]
   at::Tensor images_;     // Y = A Omega
   at::Tensor range_, R_;  // Y = Q R

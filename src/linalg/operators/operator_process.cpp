@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <string_view>
 
 namespace torchium::linalg::detail {
 
@@ -51,6 +52,10 @@ void OperatorProcess::multiply(const LinearOperator& A, const at::Tensor& X) {
 std::vector<at::Tensor> OperatorProcess::run(const LinearOperator& A) {
   const torchium::detail::Phase phase(phase_);
   const torchium::detail::NoAutocast no_autocast;
+  const std::string_view name(phase_);
+  TORCH_CHECK_VALUE(A.sizes().size() == 2, name.substr(name.rfind(':') + 1), ": A is ",
+                    at::IntArrayRef(A.sizes()),
+                    ", a batch of matrices; take them one after the other.");
   const LinearOperator matrix = prepared(A);
   const auto next = [&] {
     const c10::NoGradGuard no_grad;

@@ -5,7 +5,10 @@
 #include <torchium/linalg/structured_operators.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <vector>
 
@@ -92,9 +95,10 @@ class KroneckerNode final : public NodeOfParts<KroneckerNode> {
     return found;
   }
 
-  // Powers of the product are products of powers; roots only if no eigenvalue is negative.
+  // Powers of the product are products of powers; roots only if no eigenvalue turns too far.
   std::optional<LinearOperator> apply(const MatrixFunction& f) const override {
-    if (!f.exponent || (!f.is_integer_power() && property() < Property::kPositiveSemidefinite)) {
+    if (!f.exponent || (!f.is_integer_power() && property() < Property::kPositiveSemidefinite &&
+                        !has_product_of_roots())) {
       return std::nullopt;
     }
     // A factor multiplies n / order columns for each of X, so that its power itself pays.
@@ -147,6 +151,24 @@ class KroneckerNode final : public NodeOfParts<KroneckerNode> {
   }
 
  private:
+  // (a b)^p = a^p b^p for complex a and b whose angles add up to less than pi. A symmetric product
+  // has a spectrum, which is as cheap.
+  bool has_product_of_roots() const {
+    const auto is_small = [](const LinearOperator& A) { return A.size() <= kLargestDenseOrder; };
+    if (!batch.empty() || is_symmetric() || !std::ranges::all_of(parts_, is_small)) {
+      return false;
+    }
+    const c10::NoGradGuard no_grad;
+    double angle = 0.0;
+    for (const LinearOperator& A : parts_) {
+      if (property_of(A) < Property::kPositiveSemidefinite) {
+        angle += eigen_of(A)->values.angle().abs().max().item<double>();
+      }
+    }
+    constexpr double kLargestAngle = 0.99 * M_PI;
+    return angle <= kLargestAngle;
+  }
+
   template <typename Function, typename Combine>
   at::Tensor fold(const Function& f, const Combine& combine) const {
     at::Tensor result = f(0);

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from operator_cases import randn, spd
+from operator_cases import principal_power, randn, spd
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchium import linalg
@@ -89,6 +89,20 @@ def test_powers_of_kronecker_products_are_products_of_powers():
     K = linalg.Kronecker(A, A).pow(2)
     assert K.kind == "Kronecker"
     torch.testing.assert_close(K.to_dense(), torch.kron(A @ A, A @ A))
+
+
+def test_roots_of_kronecker_products_are_products_of_roots():
+    """Unless angles of eigenvalues add up to more than pi."""
+    c = torch.tensor(0.4 * torch.pi, dtype=torch.float64)
+    A = torch.stack([torch.stack([c.cos(), -c.sin()]), torch.stack([c.sin(), c.cos()])])
+    B = torch.tensor([[2.0, 1.0], [0.1, 3.0]], dtype=torch.float64)
+    K = linalg.Kronecker(A, A, B)
+    assert K.sqrt().kind == "Kronecker"
+    for p in (0.5, -0.3):
+        torch.testing.assert_close(K.pow(p).to_dense(), principal_power(K.to_dense(), p))
+    K = linalg.Kronecker(A, A, A)
+    assert K.sqrt().kind == "Dense"
+    torch.testing.assert_close(K.sqrt().to_dense(), principal_power(K.to_dense(), 0.5))
 
 
 @pytest.mark.parametrize(
