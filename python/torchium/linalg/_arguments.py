@@ -66,6 +66,21 @@ def check_numbers(function: str, **arguments: Any) -> None:
             raise ValueError(f"{function}: {name} is {_described(value)}; it must be a number.")
 
 
+def check_constant(function: str, name: str, value: Any, remedy: str) -> None:
+    """``value`` must be a number, whose derivative would be lost."""
+    check_numbers(function, **{name: value})
+    if isinstance(value, Tensor) and _has_derivative(value):
+        raise ValueError(
+            f"{function}: {name} is {_described(value)}, which requires grad or has a tangent, but "
+            f"it is read as a number without a derivative. {remedy}"
+        )
+
+
+def _has_derivative(value: Tensor) -> bool:
+    in_reverse = torch.is_grad_enabled() and value.requires_grad
+    return in_reverse or torch.autograd.forward_ad.unpack_dual(value).tangent is not None
+
+
 def check_integer(function: str, name: str, value: Any, remedy: str) -> None:
     """``value`` must be an int64 integer."""
     whole = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)

@@ -10,7 +10,14 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import check_integer, check_numbers, check_string, check_tensors, short
+from ._arguments import (
+    check_constant,
+    check_integer,
+    check_numbers,
+    check_string,
+    check_tensors,
+    short,
+)
 
 _ops = torch.ops.torchium
 
@@ -41,8 +48,8 @@ class _Products:
         Y = function(X)
         if not isinstance(Y, Tensor):
             raise ValueError(f"LinearOperator: product returns {type(Y).__name__}, not a tensor")
-        # An operator must not return its operand.
-        return Y.view_as(Y) if Y is X else Y
+        # The caller may change the result in place, and an operator must not return its operand.
+        return Y.clone() if Y is X else Y
 
 
 # The core calls it as an operator, because it is not linked with Python.
@@ -83,6 +90,8 @@ class LinearOperator:
         >>> float(torchium.linalg.hutchinson_trace(A).value)
         500500.0
     """
+
+    __array_ufunc__ = None  # numpy's arrays leave X @ A to this class, which names X
 
     shape: torch.Size  #: ``[..., n, n]``
     dtype: torch.dtype
@@ -183,6 +192,10 @@ class LinearOperator:
             return NotImplemented
         return self._made(self._handle.add(other._handle), other)
 
+    def __radd__(self, other: Any) -> LinearOperator:
+        # Python's sum() begins with 0.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __sub__(self, other: LinearOperator) -> LinearOperator:
         if not isinstance(other, LinearOperator):
             return NotImplemented
@@ -191,7 +204,12 @@ class LinearOperator:
     def __mul__(self, c: float) -> LinearOperator:
         if isinstance(c, LinearOperator):
             raise ValueError(f"{self.kind}: products of operators are written A @ B")
-        check_numbers(self.kind, c=c)
+        check_constant(
+            self.kind,
+            "c",
+            c,
+            "Diagonal(c.expand(n)) @ A has one, and Diagonal(c.expand(n)) is c I.",
+        )
         return self._made(self._handle.scale(float(c)))
 
     __rmul__ = __mul__
@@ -292,7 +310,7 @@ class LinearOperator:
         Integer exponents are defined for all matrices, negative ones for regular matrices; for other
         exponents see :meth:`sqrt`.
         """
-        check_numbers("pow", exponent=exponent)
+        check_constant("pow", "exponent", exponent, "Use exponent.detach().")
         _check_iteration("pow", tol, max_iterations)
         return self._made(self._handle.pow(float(exponent), tol, max_iterations))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_integer, check_numbers, check_tensors
+from ._arguments import check_constant, check_integer, check_tensors, short
 from ._operators import LinearOperator, of_kind
 
 _ops = torch.ops.torchium
@@ -49,7 +49,7 @@ class Identity(LinearOperator):
         device: torch.device | str = "cpu",
     ) -> None:
         check_integer("Identity", "n", n, "it must be a positive integer.")
-        check_numbers("Identity", scale=scale)
+        check_constant("Identity", "scale", scale, "Use Diagonal(scale.expand(n)).")
         device = torch.empty(0, device=device).device
         self._set(_ops.identity_operator(n, float(scale), dtype, device))
 
@@ -101,6 +101,13 @@ class Convolution(LinearOperator):
 
     def __init__(self, kernel: Tensor, shape: Sequence[int] | None = None) -> None:
         check_tensors("Convolution", kernel=kernel)
+        if shape is not None:
+            if not isinstance(shape, Sequence):
+                raise ValueError(
+                    f"Convolution: shape is {short(shape)}; it must be a list of integers"
+                )
+            for i, size in enumerate(shape):
+                check_integer("Convolution", f"shape[{i}]", size, "it must be a positive integer.")
         self._set(_ops.convolution_operator(kernel, None if shape is None else list(shape)))
 
 
@@ -147,7 +154,8 @@ class Sum(_Composite):
     """``terms[0] + terms[1] + ...``: operators or matrices.
 
     Functions of ``A + c I`` follow from the eigenvectors of a symmetric ``A``, whose own structure
-    is used.
+    is used. ``c I`` is ``Identity(n, c)``, or ``Diagonal(c.expand(n))`` for a tensor with a
+    derivative.
     """
 
     _constructor, _argument = "sum_operator", "terms"

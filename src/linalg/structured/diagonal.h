@@ -19,6 +19,9 @@ class DiagonalNode final : public NodeOf<DiagonalNode> {
   std::optional<LinearOperator> apply(const MatrixFunction& f) const override;
   std::optional<Spectrum> spectrum() const override;
 
+  // Made of one number, c.expand(n): a multiple of the identity with a derivative.
+  bool is_uniform() const { return d.dim() == 1 && n > 1 && d.stride(0) == 0; }
+
   const at::Tensor d;  // [..., n]
 };
 

@@ -22,6 +22,10 @@ class SumNode final : public NodeOfParts<SumNode> {
     for (const LinearOperator& A : terms) {
       if (const auto* identity = node_as<IdentityNode>(A)) {
         shift_ += identity->scale;
+      } else if (const auto* diagonal = node_as<DiagonalNode>(A);
+                 diagonal && diagonal->is_uniform()) {
+        const at::Tensor c = diagonal->d.select(0, 0);
+        tensor_shift_ = tensor_shift_.defined() ? tensor_shift_ + c : c;
       } else {
         rest_.push_back(A);
       }
@@ -60,7 +64,7 @@ class SumNode final : public NodeOfParts<SumNode> {
       return std::nullopt;
     }
     auto found = spectrum_of(with_property(rest_[0], Property::kSymmetric));
-    return found ? std::make_optional(Spectrum{found->values + shift_, found->vectors})
+    return found ? std::make_optional(Spectrum{shifted(found->values), found->vectors})
                  : std::nullopt;
   }
 
@@ -69,11 +73,15 @@ class SumNode final : public NodeOfParts<SumNode> {
       return std::nullopt;
     }
     auto found = eigen_of(rest_[0]);
-    return found ? std::make_optional(Eigensolution{found->values + shift_, found->vectors})
+    return found ? std::make_optional(Eigensolution{shifted(found->values), found->vectors})
                  : std::nullopt;
   }
 
  private:
+  at::Tensor shifted(const at::Tensor& values) const {
+    return tensor_shift_.defined() ? values + shift_ + tensor_shift_ : values + shift_;
+  }
+
   template <typename Function>
   at::Tensor total(const Function& f) const {
     at::Tensor sum = f(parts_[0]);
@@ -85,6 +93,7 @@ class SumNode final : public NodeOfParts<SumNode> {
 
   std::vector<LinearOperator> rest_;  // the terms that are no multiples of the identity
   double shift_ = 0.0;
+  at::Tensor tensor_shift_;  // [], with derivatives; undefined: none
 };
 
 class ScaledNode final : public NodeOf<ScaledNode> {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from operator_cases import randn
+from operator_cases import randn, spd
 from torch import Tensor
 from torchium import linalg
 from torchium.linalg import (
@@ -220,3 +221,74 @@ def test_gmres_of_a_matrix_that_is_not_finite():
     A[3, 4] = float("nan")
     with pytest.raises(ValueError, match="gmres: a product of the operator is not finite"):
         linalg.gmres(A, torch.ones(20))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda c: c * linalg.Identity(3), "Identity: c is "),
+        (lambda c: linalg.Dense(torch.eye(3)) / c, "Dense: c is "),
+        (lambda c: linalg.Identity(3, c), "Identity: scale is "),
+        (lambda c: linalg.Dense(torch.eye(3)) ** c, "pow: exponent is "),
+    ],
+)
+def test_the_derivative_of_a_factor_is_not_lost(make, name):
+    message = f"{name}.* without a derivative"
+    c = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        make(c)
+    with pytest.raises(ValueError, match=message):
+        torch.func.grad(lambda c: make(c).trace())(c.detach())
+    with pytest.raises(ValueError, match=message):
+        torch.func.jvp(lambda c: make(c).trace(), (c.detach(),), (torch.ones(()),))
+    with torch.no_grad():
+        assert make(c).trace() == make(2.0).trace()
+    assert make(c.detach()).trace() == make(2.0).trace()
+
+
+def test_the_product_of_a_function_that_returns_its_operand_is_a_copy():
+    x = torch.ones(3)
+    (linalg.LinearOperator(3, lambda X: X) @ x).zero_()
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_python_sums_of_operators():
+    pairs = [(spd(2), spd(3)) for _ in range(3)]
+    total = sum(linalg.Kronecker(A, B) for A, B in pairs)
+    torch.testing.assert_close(total.to_dense(), 3 * torch.kron(spd(2), spd(3)))
+    with pytest.raises(TypeError):
+        1 + total
+
+
+def test_arrays_from_the_left_are_named():
+    with pytest.raises(ValueError, match=r"Dense: X is .*numpy.ndarray\); it must be a tensor"):
+        np.eye(3) @ linalg.Dense(torch.eye(3))
+
+
+@pytest.mark.parametrize("shape", [5, [5.0], "5"])
+def test_the_shape_of_a_grid_is_a_list_of_integers(shape):
+    with pytest.raises(ValueError, match="Convolution: shape"):
+        linalg.Convolution(torch.ones(3), shape)
+
+
+@pytest.mark.parametrize("orders", [(3, 4), (30, 40)])
+def test_a_multiple_of_the_identity_may_have_a_derivative(orders):
+    """The likelihood of a Gaussian process on a grid, as a function of its noise."""
+    K = Kronecker(*(Dense(spd(n)).assume("positive_definite") for n in orders))
+    y = randn(len(K))
+
+    def likelihood(noise: Tensor) -> Tensor:
+        noisy = K + Diagonal(noise.expand(len(K)))
+        if len(K) > 1000:
+            assert noisy.sqrt().kind == "Product"  # by the eigenvectors of the factors
+        return y @ noisy.solve(y) + noisy.logdet()
+
+    noise = torch.tensor(0.3, dtype=torch.float64)
+    found = torch.func.grad(likelihood)(noise)
+    inverse = torch.linalg.inv(K.to_dense() + noise * torch.eye(len(K), dtype=torch.float64))
+    torch.testing.assert_close(found, inverse.trace() - (inverse @ y).square().sum())
+    reverse = noise.clone().requires_grad_()
+    likelihood(reverse).backward()
+    torch.testing.assert_close(reverse.grad, found)
+    both = K + Diagonal(noise.expand(len(K))) + Identity(len(K), 0.2, dtype=torch.float64)
+    torch.testing.assert_close(both.solve(y), (K + 0.5 * Identity(len(K), dtype=y.dtype)).solve(y))
