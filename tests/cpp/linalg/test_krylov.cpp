@@ -98,8 +98,8 @@ TEST(Krylov, TakesAllOfASmallMatrixByDefault) {
   EXPECT_EQ(linalg::arnoldi(A).eigenvalues.size(0), 3);
   EXPECT_EQ(linalg::lanczos(diagonal_matrix(7)).eigenvalues.size(0), 6);
   EXPECT_THROW(linalg::lanczos(A, 6), c10::ValueError);
-  EXPECT_EQ(linalg::xdiag(A).products, 6);
-  EXPECT_EQ(linalg::xdiag(diagonal_matrix(60)).products, 100);
+  EXPECT_EQ(linalg::xdiag(A).products, 3);
+  EXPECT_EQ(linalg::xdiag(diagonal_matrix(60)).products, 60);
   EXPECT_THROW(linalg::xdiag(A, 100), c10::ValueError);
 }
 
