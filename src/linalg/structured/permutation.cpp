@@ -1,5 +1,6 @@
 // Permutation matrices.
 #include "linalg/common/operator_checks.h"
+#include "linalg/structured/iterative/function_of_values.h"
 #include "linalg/structured/operator_node.h"
 #include <torchium/linalg/structured_operators.h>
 
@@ -68,7 +69,7 @@ class PermutationNode final : public NodeOf<PermutationNode> {
 
   std::optional<LinearOperator> apply(const MatrixFunction& f) const override {
     if (!f.is_integer_power()) {
-      return std::nullopt;
+      return function_by_cycles(f);
     }
     // Step p places along the cycle: order the indices by cycle and position.
     const Cycles c = cycles_of(perm_);
@@ -98,6 +99,31 @@ class PermutationNode final : public NodeOf<PermutationNode> {
   }
 
  private:
+  // A cycle is a periodic shift of its members. Q^T diag(f(shifts), ...) Q, by lengths.
+  LinearOperator function_by_cycles(const MatrixFunction& f) const {
+    const Cycles c = cycles_of(perm_);
+    const at::Tensor is_even = c.length.remainder(2).eq(0);  // with an eigenvalue -1
+    function_of_values(kind, f, 1.0 - 2.0 * is_even.to(options.dtype()), /*noise=*/0.0);
+    at::Tensor members = (c.id * n + c.position).argsort();
+    const at::Tensor order = c.length.index_select(0, members)
+                                 .argsort(
+                                     /*stable=*/true, /*dim=*/0, /*descending=*/false);
+    members = members.index_select(0, order);
+    const auto [lengths, inverse, counts] = at::unique_consecutive(
+        c.length.index_select(0, members).cpu(), /*return_inverse=*/false, /*return_counts=*/true);
+    std::vector<LinearOperator> blocks;
+    for (int64_t i = 0; i < lengths.size(0); ++i) {
+      const auto length = lengths[i].item<int64_t>();
+      const at::Tensor kernel = at::zeros({length}, options);
+      kernel[length - 1] = 1.0;
+      const int64_t copies = counts[i].item<int64_t>() / length;
+      blocks.push_back(
+          Kronecker({Identity(copies, 1.0, options), detail::apply(Convolution(kernel), f)}));
+    }
+    const auto Q = make_operator<PermutationNode>(members, options);
+    return Product({Q.transpose(), BlockDiag(blocks), Q});
+  }
+
   at::Tensor perm_;
 };
 

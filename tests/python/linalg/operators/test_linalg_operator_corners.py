@@ -292,3 +292,25 @@ def test_a_multiple_of_the_identity_may_have_a_derivative(orders):
     torch.testing.assert_close(reverse.grad, found)
     both = K + Diagonal(noise.expand(len(K))) + Identity(len(K), 0.2, dtype=torch.float64)
     torch.testing.assert_close(both.solve(y), (K + 0.5 * Identity(len(K), dtype=y.dtype)).solve(y))
+
+
+@pytest.mark.parametrize("lengths", [[1201], [5, 1, 3, 5, 1]])
+def test_functions_of_permutations_are_those_of_their_cycles(lengths):
+    n = sum(lengths)
+    within = torch.cat(
+        [(torch.arange(L) + 1) % L + s for L, s in zip(lengths, starts(lengths), strict=True)]
+    )
+    names = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    P = linalg.Permutation(names[within][names.argsort()], dtype=torch.float64)
+    x = randn(n)
+    root = P.sqrt()
+    torch.testing.assert_close(root @ (root @ x), P @ x)
+    torch.testing.assert_close(P.pow(-0.5) @ (root @ x), x)
+    torch.testing.assert_close(P.exp() @ x, torch.linalg.matrix_exp(P.to_dense()) @ x)
+    swap = linalg.BlockDiag(P, linalg.Permutation(torch.tensor([1, 0]), dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"Permutation\.sqrt: an eigenvalue is negative, -1"):
+        swap.sqrt()
+
+
+def starts(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
