@@ -22,7 +22,7 @@ constexpr int kRecombineThreads = 256;
 
 // Each kernel here is short and reads what the one before wrote: from Hopper on it is launched
 // while that one runs.
-__device__ void begin() {
+__device__ void start_after_previous() {
 #if __CUDA_ARCH__ >= 900
   wait_for_prerequisites();
   launch_dependents();
@@ -63,7 +63,7 @@ template <int K>
 __global__ void __launch_bounds__(kThreads)
     row_products_kernel(const float* rows, int count, const float* block, int64_t n,
                         int64_t segment, double* partial) {
-  begin();
+  start_after_previous();
   const int first = blockIdx.x * kRowsAtOnce;
   const int64_t begin = blockIdx.y * segment;
   const int64_t end = begin + segment < n ? begin + segment : n;
@@ -105,7 +105,7 @@ template <int K>
 __global__ void __launch_bounds__(kThreads)
     subtract_kernel(const float* rows, int count, int total, const double* partial, int segments,
                     float* block, int64_t n, double* sums) {
-  begin();
+  start_after_previous();
   __shared__ double coefficient[kCoefficientRows][K];
   __shared__ double taken[kGroups][K][kColumns];
   const int column = threadIdx.x % kColumns;
@@ -258,7 +258,7 @@ template <int B, bool is_last>
 __global__ void __launch_bounds__(kRecombineThreads)
     recombine_kernel(float* block, int64_t n, const double* partial, int segments,
                      LeastLengths least, Coefficients to) {
-  begin();
+  start_after_previous();
   constexpr int K = 2 * B;
   __shared__ GramSchmidt<B> s;
   for (int i = threadIdx.x; i < K * K; i += kRecombineThreads) {
