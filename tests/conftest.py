@@ -5,12 +5,15 @@ It also makes `import reference` work: pytest puts the folder of this file on th
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadGroupScheduling
 
 # The same examples in every run; `--hypothesis-profile=nightly` looks for new ones.
 settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None, database=None)
@@ -32,6 +35,46 @@ def pytest_configure() -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
 
 
+class UnitScheduling(LoadGroupScheduling):
+    """Tests without a group go to the workers in units of neighbours: each message to a worker takes milliseconds."""
+
+    SIZE = 8
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False  # the order is that of turn()
+        self._units: dict[str, str] = {}
+
+    def schedule(self) -> None:
+        if self.collection is None:
+            counts: Counter[str] = Counter()
+            for nodeid in next(iter(self.registered_collections.values())):
+                path = nodeid.split("::", 1)[0]
+                self._units[nodeid] = f"{path} {counts[path] // self.SIZE}"
+                counts[path] += 1
+        super().schedule()
+
+    def _split_scope(self, nodeid: str) -> str:
+        group = super()._split_scope(nodeid)
+        return self._units[nodeid] if group == nodeid else group
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitScheduling | None:
+    return UnitScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def turn(item: pytest.Item) -> int:
+    """What takes long runs first, so that all workers end together.
+
+    First the group that compiles, beside those of processes that wait for each other.
+    """
+    group = item.get_closest_marker("xdist_group")
+    if group is not None:
+        return 0 if group.args == ("build",) else 1
+    return 2 if item.path.parent.name == "project" else 3
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules and collected tests live to the end: the garbage collector, which tests call, skips them."""
@@ -49,6 +92,12 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Frees optimizers in the frames of caught exceptions, whose hooks every later forward pass would call."""
+    gc.collect(1)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device there is a backend for; the CUDA case is skipped where there is none."""
@@ -56,10 +105,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU, one skipped test stands for all of a file that need one.
+    """Puts tests in their order. Without a GPU, one skipped test stands for all of a file that need one.
 
     pytest takes 5 ms to skip each of 4,000.
     """
+    import torch._dynamo  # as the first step of an optimizer does: 100,000 objects, frozen with the others
+
+    items.sort(key=turn)
     if torch.cuda.is_available():
         return
     left_out: dict[Path, list[pytest.Item]] = {}
