@@ -58,8 +58,9 @@ def set_gradients(params: list[Any], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         grad = torch.randn(p.shape, generator=generator).to(device(), p.dtype)
-        is_shard = isinstance(p, DTensor)
-        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if is_shard else grad
+        if isinstance(p, DTensor):  # of the same numbers on all ranks, none of which sends any
+            grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+        p.grad = grad
 
 
 def shampoo(params: Any, ranks: Any = None, **options: Any) -> torch.optim.Optimizer:

@@ -37,7 +37,7 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
     ]
     if isinstance(placements[0], _StridedShard) and tensor.shape[0] % mesh.size() != 0:
         placements = [Shard(0), Shard(0)]  # torch cuts a tensor into even strided shards alone
-    return distribute_tensor(tensor.detach(), mesh, placements)
+    return distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=None)
 
 
 def shards(params: list[nn.Parameter], mesh: DeviceMesh, placements: list[Any]) -> list[Any]:
@@ -71,6 +71,8 @@ def trained(params: list[Any], group: Any, **options: Any) -> dict[str, Tensor]:
 def shards_equal_one_process(ranks: int) -> None:
     alone: dict[tuple[str, torch.dtype], dict[str, Tensor]] = {}
     for layout, (mesh, placements) in layouts(ranks).items():
+        if ranks == 4 and layout in layouts(3):  # 3 ranks cut tensors less evenly
+            continue
         for name, options in OPTIONS.items():
             few = layout not in ("rows", "strided rows")
             if few and name not in ("all_buffers", "diagonal", "flattened"):
