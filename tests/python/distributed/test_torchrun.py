@@ -28,7 +28,7 @@ def start_torchrun(
         "rdzv-backend": "c10d",
         "rdzv-endpoint": folder / "rendezvous",
         "rdzv-id": "elastic",
-        "rdzv-conf": "store_type=file,last_call_timeout=5,keep_alive_interval=1,join_timeout=60",
+        "rdzv-conf": "store_type=file,last_call_timeout=3,keep_alive_interval=1,join_timeout=60",
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "torch.distributed.run", *flags, SCRIPT, folder, STEPS, RANKS]

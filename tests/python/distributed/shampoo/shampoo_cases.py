@@ -13,19 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 @case(2, 3)
 def equals_one_process(ranks: int) -> None:
-    for name, options in OPTIONS.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            for method in ("eigh", "newton") if dtype == torch.float32 else ("eigh",):
-                results = []
-                for group in (None, world()):
-                    params = parameters(dtype)
-                    optimizer = shampoo(params, group, root_method=method, **options)
-                    train(optimizer, params, range(5))
-                    results.append(values(optimizer, params))
-                try:
-                    assert_same(results[1], results[0])
-                except AssertionError as error:
-                    raise AssertionError(f"{name}, {dtype}, {method}") from error
+    kinds = ((torch.float32, "eigh"), (torch.float32, "newton"), (torch.bfloat16, "eigh"))
+    for i, (name, options) in enumerate(OPTIONS.items()):
+        # Two ranks differ from three in how many blocks they own: all kinds in turn.
+        for dtype, method in kinds if ranks > 2 else (kinds[i % 3],):
+            results = []
+            for group in (None, world()):
+                params = parameters(dtype)
+                optimizer = shampoo(params, group, root_method=method, **options)
+                train(optimizer, params, range(5))
+                results.append(values(optimizer, params))
+            try:
+                assert_same(results[1], results[0])
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {dtype}, {method}") from error
 
 
 @case(3)
