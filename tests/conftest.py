@@ -4,6 +4,7 @@ It also makes `import reference` work: pytest puts the folder of this file on th
 """
 
 import gc
+import importlib
 import os
 from collections import Counter
 from collections.abc import Generator
@@ -109,8 +110,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     pytest takes 5 ms to skip each of 4,000.
     """
-    import torch._dynamo  # as the first step of an optimizer does: 100,000 objects, frozen with the others
-
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # As the first step of an optimizer does: 100,000 objects, which are frozen with the others.
+        importlib.import_module("torch._dynamo")
     items.sort(key=turn)
     if torch.cuda.is_available():
         return
