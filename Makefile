@@ -21,7 +21,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export CCACHE_DEPEND ?= true
 export PATH := $(VENV)/bin:$(PATH)
 PIP := python -m pip --disable-pip-version-check
-# One test at a time to each worker, so that all end together; but tests of one group to one worker.
+# A few tests at a time to each worker (tests/unit_scheduling.py); but tests of one group to one worker.
 WORKERS := -n auto --maxprocesses=8 --dist loadgroup
 SETUP_VENV := scripts/setup_venv.sh "$(VENV)" "$(PYTHON)" "$(TORCH)"
 

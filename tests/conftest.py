@@ -6,15 +6,13 @@ It also makes `import reference` work: pytest puts the folder of this file on th
 import gc
 import importlib
 import os
-from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadGroupScheduling
 
 # The same examples in every run; `--hypothesis-profile=nightly` looks for new ones.
 settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None, database=None)
@@ -36,33 +34,13 @@ def pytest_configure() -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
 
 
-class UnitScheduling(LoadGroupScheduling):
-    """Tests without a group go to the workers in units of neighbours: each message to a worker takes milliseconds."""
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from unit_scheduling import UnitScheduling
 
-    SIZE = 8
-
-    def __init__(self, config: pytest.Config, log: Producer) -> None:
-        super().__init__(config, log)
-        config.option.loadscopereorder = False  # the order is that of turn()
-        self._units: dict[str, str] = {}
-
-    def schedule(self) -> None:
-        if self.collection is None:
-            counts: Counter[str] = Counter()
-            for nodeid in next(iter(self.registered_collections.values())):
-                path = nodeid.split("::", 1)[0]
-                self._units[nodeid] = f"{path} {counts[path] // self.SIZE}"
-                counts[path] += 1
-        super().schedule()
-
-    def _split_scope(self, nodeid: str) -> str:
-        group = super()._split_scope(nodeid)
-        return self._units[nodeid] if group == nodeid else group
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitScheduling | None:
-    return UnitScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return UnitScheduling(config, log)
 
 
 def turn(item: pytest.Item) -> int:
