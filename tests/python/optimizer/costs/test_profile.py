@@ -268,8 +268,8 @@ LINEAR_ALGEBRA = {
 
 def test_algorithms_of_linear_algebra_are_phases():
     """With the products of an operator that is known by its structure."""
-    A = linalg.Dense(torch.eye(60)) + linalg.Diagonal(torch.linspace(0, 1, 60))
-    A, b = A.assume("positive_definite"), torch.ones(60)
+    A = linalg.Dense(torch.eye(200)) + linalg.Diagonal(torch.linspace(0, 1, 200))
+    A, b = A.assume("positive_definite"), torch.ones(200)
     with torchium.profile(device="cpu", print_table=False) as profile:
         for function in LINEAR_ALGEBRA.values():
             function(A, b)
