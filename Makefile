@@ -22,7 +22,7 @@ export CCACHE_DEPEND ?= true
 export PATH := $(VENV)/bin:$(PATH)
 PIP := python -m pip --disable-pip-version-check
 # A few tests at a time to each worker (tests/unit_scheduling.py); but tests of one group to one worker.
-WORKERS := -n auto --maxprocesses=8 --dist loadgroup
+WORKERS := -n logical --maxprocesses=8 --dist loadgroup
 SETUP_VENV := scripts/setup_venv.sh "$(VENV)" "$(PYTHON)" "$(TORCH)"
 
 .PHONY: demo test zoo lint bench docs install clean package

@@ -66,7 +66,7 @@ skip() { rows+=("$(printf '%-22s %-8s %5s   %s' "$1" skipped "" "$2")"); }
 # One after the other: the sanitizer, which keeps the device busy, slows down whatever runs beside it.
 workers=()
 if "$python" -c "import xdist" 2> /dev/null; then
-  workers=(-n auto --maxprocesses=8 --dist loadgroup)
+  workers=(-n logical --maxprocesses=8 --dist loadgroup)
 fi
 # -v: the names of failed tests are known even if the run is stopped.
 pytest=("$python" -m pytest -v -m cuda -p no:cacheprovider ${workers[@]+"${workers[@]}"})
