@@ -51,6 +51,19 @@ inline torch::Tensor reference_direction(const torch::Tensor& A, const torch::Te
   return torch::linalg_solve(A + std::sqrt(damping) * pi * I_A, left, /*left=*/false);
 }
 
+// A step with lr = 1 by the dense Fisher matrix of one sample, of each layer of weight and bias.
+inline void expect_step_of_dense_fisher(const Tensors& before, const Tensors& params,
+                                        double damping) {
+  for (size_t i = 0; i < params.size(); i += 2) {
+    const auto g = torch::cat({params[i].grad().reshape({-1}), params[i + 1].grad()});
+    const auto F = g.outer(g) + damping * torch::eye(g.numel(), g.options());
+    const auto expected = torch::linalg_solve(F, g);
+    const auto weight_step = (before[i] - params[i].detach()).reshape({-1});
+    const auto actual = torch::cat({weight_step, before[i + 1] - params[i + 1].detach()});
+    EXPECT_LT((actual - expected).norm().item<double>(), 1e-6 * expected.norm().item<double>());
+  }
+}
+
 inline KFAC make_kfac(const nn::Sequential& model, const std::string& split) {
   return KFAC(*model, KFACOptions(0.05).TCov(2).TInv(3).damping_split(split));
 }

@@ -200,11 +200,6 @@ def _has_backward_hooks(model: nn.Module) -> bool:
     return any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
 
 
-def why_unknown(layer: nn.Module) -> str | None:
-    """Why the gradients of a layer do not follow from its calls; None: they do."""
-    return None if formula_of(layer) is not None else why_unsupported(layer)
-
-
 def _is_known(layer: nn.Module) -> bool:
     has_formula = formula_of(layer) is not None
     if not has_formula and why_unsupported(layer) is not None:

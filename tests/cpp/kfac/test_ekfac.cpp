@@ -21,16 +21,12 @@ TEST(Ekfac, EqualsTheDenseFisherOfOneSample) {
   static_cast<KFACOptions&>(optimizer.param_groups()[0].options()).lr(1.0);
   train_on(optimizer, model, batch);
   const auto params = model->parameters();
+  expect_step_of_dense_fisher(before, params, damping);
   for (size_t i = 0; i < params.size(); i += 2) {
-    const auto g = torch::cat({params[i].grad().reshape({-1}), params[i + 1].grad()});
-    const auto F = g.outer(g) + damping * torch::eye(g.numel(), g.options());
-    const auto expected = torch::linalg_solve(F, g);
-    const auto weight_step = (before[i] - params[i].detach()).reshape({-1});
-    const auto actual = torch::cat({weight_step, before[i + 1] - params[i + 1].detach()});
-    EXPECT_LT((actual - expected).norm().item<double>(), 1e-6 * expected.norm().item<double>());
     const auto& state = kfac_state(optimizer, params[i]);
+    const auto squares = params[i].grad().square().sum() + params[i + 1].grad().square().sum();
     EXPECT_EQ(state.moment_updates().item<double>(), 2.0);
-    EXPECT_NEAR(state.second_moments().sum().item<double>(), g.dot(g).item<double>(), 1e-8);
+    EXPECT_NEAR(state.second_moments().sum().item<double>(), squares.item<double>(), 1e-8);
   }
 }
 

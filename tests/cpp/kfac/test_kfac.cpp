@@ -115,15 +115,7 @@ TEST(Kfac, EqualsTheDenseFisherOfOneSample) {
         *model,
         KFACOptions(1.0).damping(damping).damping_split("exact").momentum(0).kl_clip(std::nullopt));
     train_on(optimizer, model, make_batch(0, kMlpSample, 1));
-    const auto params = model->parameters();
-    for (size_t i = 0; i < params.size(); i += 2) {
-      const auto g = torch::cat({params[i].grad().reshape({-1}), params[i + 1].grad()});
-      const auto F = g.outer(g) + damping * torch::eye(g.numel(), g.options());
-      const auto expected = torch::linalg_solve(F, g);
-      const auto weight_step = (before[i] - params[i].detach()).reshape({-1});
-      const auto actual = torch::cat({weight_step, before[i + 1] - params[i + 1].detach()});
-      EXPECT_LT((actual - expected).norm().item<double>(), 1e-6 * expected.norm().item<double>());
-    }
+    expect_step_of_dense_fisher(before, model->parameters(), damping);
   }
 }
 

@@ -17,12 +17,12 @@ the cases do not test:
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
 import torchium
+from distributed_shampoo_cases import sines
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_distributed_shampoo.json").read_text())[
     "cases"
@@ -81,12 +81,6 @@ OPTIONS = {
 # in a different order, and multiplies float32 as sums of fp16 numbers with 22 bits together. A change of eps
 # by 0.1 % moves every case by 2e-8 or more, other options by 4e-5 or more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-def sines(shape: tuple[int, ...], a: float, b: float) -> torch.Tensor:
-    count = range(1, math.prod(shape) + 1)
-    values = [math.sin(a * i**2 + b * i) for i in count]
-    return torch.tensor(values, dtype=torch.float64).view(shape)
 
 
 def trajectory_end(options, steps, dtype, device) -> list[torch.Tensor]:

@@ -11,17 +11,20 @@ import torchium
 from cuda_waits import no_waits
 from graph_runs import (
     GraphRun,
+    assert_a_replay_and_little_else,
     assert_both_same,
+    assert_same_reports,
+    change_learning_rates_between_replays,
     freeze,
     reload,
     replace_data,
     set_option,
+    skip_a_step,
     thaw,
 )
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.cuda
 
@@ -127,10 +130,7 @@ def test_replayed_steps_equal_launched_ones(name, options):
         each.train(23, 7)
     assert runs[0].graphs > 0
     assert_both_same(runs)
-    first, second = (each.optimizer.report() for each in runs)
-    assert first.pop("graph_bytes") > 0
-    assert second.pop("graph_bytes") == 0
-    assert first == second
+    assert_same_reports(runs)
 
 
 def test_replays_are_the_default():
@@ -142,16 +142,7 @@ def test_replays_are_the_default():
 
 
 def test_a_replayed_step_launches_a_graph_and_copies():
-    run = Run("always")
-    run.train(0, 6)
-    run.backward(6)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run.optimizer.step()
-        torch.cuda.synchronize()
-    called = [event.name for event in profiler.events() if "Launch" in event.name]
-    assert called.count("cudaGraphLaunch") == 1
-    assert len(called) <= 4
+    assert_a_replay_and_little_else(Run("always"), 6)
 
 
 def test_no_wait():
@@ -178,11 +169,7 @@ def test_iterations_are_captured_where_they_settle():
 
 def test_learning_rates_change_between_replays():
     runs = both()
-    for each in runs:
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(each.optimizer, 20)
-        for index in range(20):
-            each.train(index, 1)
-            scheduler.step()
+    change_learning_rates_between_replays(runs, 20)
     assert runs[0].graphs == 1
     assert_both_same(runs)
 
@@ -337,11 +324,7 @@ def test_skipped_steps_are_reported():
     runs = both()
     for each in runs:
         each.train(0, 6)
-        each.backward(6)
-        next(each.model.parameters()).grad[3, 3] = float("nan")
-        each.optimizer.step()
-        torch.cuda.synchronize()  # so that the next refresh follows the skip in both runs
-        each.train(7, 2)
+        skip_a_step(each, 6, 2)
     assert_both_same(runs)
     run = runs[0]
     for index in range(3):

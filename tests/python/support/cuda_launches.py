@@ -1,4 +1,4 @@
-"""Counts the launches of a step on a CUDA device."""
+"""What a piece of work launches on a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def launches_of(work: Callable[[], object]) -> int:
-    """Kernels, copies and fills."""
+def kernels_of(work: Callable[[], object]) -> list[str]:
+    """Names of the kernels, copies and fills."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-    return len(events)
+    return [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
+
+
+def launches_of(work: Callable[[], object]) -> int:
+    return len(kernels_of(work))
 
 
 def launches(optimizer: torch.optim.Optimizer) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from captured_layers import settings_of
+from cuda_launches import kernels_of
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torchium._capture.layers import LayerKind, core_row
 
 pytestmark = pytest.mark.cuda
@@ -81,13 +81,6 @@ def assert_close(actual: Tensor, expected: Tensor, images: Tensor) -> None:
     # Tensor cores truncate sums as they add to them.
     count = images.numel() / images.shape[1]
     assert (actual - expected).norm() <= (1e-6 + 1e-8 * min(count, 30_000)) * expected.norm()
-
-
-def kernels_of(call) -> set[str]:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return {event.name for event in profiler.events() if event.device_type.name == "CUDA"}
 
 
 @pytest.mark.parametrize("size", SIZES)

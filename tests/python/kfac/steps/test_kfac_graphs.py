@@ -11,17 +11,20 @@ import torchium
 from cuda_waits import no_waits
 from graph_runs import (
     GraphRun,
+    assert_a_replay_and_little_else,
     assert_both_same,
+    assert_same_reports,
+    change_learning_rates_between_replays,
     freeze,
     reload,
     replace_data,
     set_option,
+    skip_a_step,
     thaw,
 )
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:KFAC")]
 
@@ -98,14 +101,11 @@ def test_replayed_steps_equal_launched_ones(name, options):
         each.train(0, 28)
     assert runs[0].graphs > 0
     assert_both_same(runs)
-    first, second = (each.optimizer.report() for each in runs)
-    assert first.pop("graph_bytes") > 0
-    assert second.pop("graph_bytes") == 0
-    assert first == second
+    assert_same_reports(runs)
 
 
 @pytest.mark.parametrize("options", LAUNCHED)
-def test_steps_that_no_graph_serves_are_launched(options):
+def test_steps_without_a_graph_are_launched(options):
     runs = both(**LAUNCHED[options])
     for each in runs:
         each.train(0, 12)
@@ -121,16 +121,7 @@ def test_replays_are_the_default():
 
 
 def test_a_replayed_step_launches_a_graph_and_little_else():
-    run = Run("always", TCov=20, TInv=20)
-    run.train(0, 9)
-    run.backward(9)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run.optimizer.step()
-        torch.cuda.synchronize()
-    called = [event.name for event in profiler.events() if "Launch" in event.name]
-    assert called.count("cudaGraphLaunch") == 1
-    assert len(called) <= 4
+    assert_a_replay_and_little_else(Run("always", TCov=20, TInv=20), 9)
 
 
 def test_no_wait():
@@ -145,11 +136,7 @@ def test_no_wait():
 
 def test_learning_rates_change_between_replays():
     runs = both()
-    for each in runs:
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(each.optimizer, 24)
-        for index in range(24):
-            each.train(index, 1)
-            scheduler.step()
+    change_learning_rates_between_replays(runs, 24)
     assert runs[0].graphs == 1
     assert_both_same(runs)
 
@@ -255,11 +242,7 @@ def test_skipped_steps_are_reported():
     runs = both()
     for each in runs:
         each.train(0, 12)
-        each.backward(12)
-        next(each.model.parameters()).grad[3, 3] = float("nan")
-        each.optimizer.step()
-        torch.cuda.synchronize()  # so that the next refresh follows the skip in both runs
-        each.train(13, 9)
+        skip_a_step(each, 12, 9)
     assert_both_same(runs)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
         skip_three_steps(runs[0])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_launches import kernels_of
 from cuda_waits import no_waits
 from reference.matrix_functions import from_spectrum
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torchium.linalg import eigh, svd
 
 pytestmark = pytest.mark.cuda
@@ -68,10 +68,7 @@ def kernels(n: int, dtype: torch.dtype) -> str:
     A = random(n).to("cuda", dtype)
     eigh(A)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        eigh(A)
-        torch.cuda.synchronize()
-    return " ".join(event.key for event in recorded.key_averages())
+    return " ".join(kernels_of(lambda: eigh(A)))
 
 
 @pytest.mark.parametrize("n", ORDERS)

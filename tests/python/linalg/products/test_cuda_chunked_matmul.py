@@ -12,7 +12,6 @@ from torchium import linalg
 
 pytestmark = pytest.mark.cuda
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MIB = 1 << 20
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torchium  # noqa: F401  registers the operators
+from cuda_launches import kernels_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -247,14 +248,9 @@ class TestOnDevice:
         return torch.cuda.get_device_capability() == (9, 0)
 
     def kernels(self, run) -> list[str]:
-        from torch.profiler import ProfilerActivity, profile
-
         run()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            run()
-            torch.cuda.synchronize()
-        return [event.name for event in profiler.events()]
+        return kernels_of(run)
 
     @pytest.mark.parametrize(
         ("name", "kernel"),
