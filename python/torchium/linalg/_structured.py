@@ -129,8 +129,6 @@ class _Composite(LinearOperator):
     def __init__(self, *operators: Tensor | LinearOperator) -> None:
         kind = type(self).__name__
         parts = [_part(kind, f"{self._argument}[{i}]", A) for i, A in enumerate(operators)]
-        if not parts:
-            raise ValueError(f"{kind}: {self._argument} is empty; pass at least one operator.")
         handle = getattr(_ops, self._constructor)([A._handle for A in parts])
         self._set(handle, frozenset().union(*(A._products for A in parts)))
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from matrix_cases import randn
 from reference import (
     ReferenceAdagrad,
     ReferenceShampoo,
@@ -23,10 +24,6 @@ def direction_of_one_step(g: torch.Tensor, **options) -> torch.Tensor:
     p.grad = g
     ReferenceShampoo([p], lr=1.0, **options).step()
     return -p
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from matrix_cases import randn
 from torch import Tensor
 from torchium import linalg
 
 Case = tuple[linalg.LinearOperator, Tensor]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def regular(n: int, seed: int = 0) -> Tensor:
