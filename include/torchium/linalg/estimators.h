@@ -48,9 +48,9 @@ TORCHIUM_API StochasticEstimate hutchpp(const LinearOperator& A, int64_t num_pro
                                         uint64_t seed = 0);
 
 // diag A of a symmetric A by XDiag (Epperly, Tropp and Webber 2024, "XTrace: making the most of
-// every sample in stochastic trace estimation", section 2.4): every sample serves both for the
-// range and for the complement of the range of the others. num_products: even, at least 4 (or 2 n,
-// if that is less), at most 2 n; none: 100, or 2 n if that is less. From n on, it is exact.
+// every sample in stochastic trace estimation", section 2.4): every sample is used for the range,
+// and for the complement of the range of the others. num_products: even, at least 4 (or 2 n, if
+// that is less), at most 2 n; none: 100, or 2 n if that is less. From n on, it is exact.
 TORCHIUM_API StochasticEstimate xdiag(const LinearOperator& A,
                                       std::optional<int64_t> num_products = std::nullopt,
                                       uint64_t seed = 0);

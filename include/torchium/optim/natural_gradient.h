@@ -64,9 +64,10 @@ struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOpt
   /// Steps on a GPU are captured in CUDA graphs after some steps, and replayed: the same results
   /// with far less work for the host. "auto": where the memory that the graphs keep, with a copy of
   /// what was captured in the layers, is at most 5 % of the state or 1 % of that of the device;
-  /// "always"; "never". A change of another option than lr, and of the shapes of a batch, begins
-  /// with launched steps. With a process_group only "always" captures, where its backend is NCCL;
-  /// destroy the optimizer before the group, which waits until no graph with a collective is left.
+  /// "always"; "never". After a change of an option other than lr, or of the shapes of a batch,
+  /// the first steps are launched. With a process_group only "always" captures, where its backend
+  /// is NCCL; destroy the optimizer before the group, which waits until no graph with a collective
+  /// is left.
   TORCH_ARG(std::string, graphs) = "auto";
 
  public:

@@ -161,7 +161,7 @@ def evaluate(
     ``one_call`` must be held since ``parameters``, the trainable ones, were read from the model.
 
     ``from_calls`` computes it from the layer calls. ``from_rows`` computes it from explicit
-    gradients of as many samples at a time as it asks for, and is told the number of samples. It may
+    gradients of as many samples at a time as it asks for, and gets the number of samples. It may
     be called again after an exception. ``least``: the smallest number of samples, 0 or 1; without any,
     ``from_rows`` must not ask for gradients.
     """

@@ -100,7 +100,7 @@ def xdiag(
 ) -> StochasticEstimate:
     """Return an estimate of the diagonal of a symmetric matrix by XDiag.
 
-    Every sample serves for the range and, in turn, for the complement of the range of the others
+    Every sample is used for the range, and for the complement of the range of the others
     (Epperly, Tropp and Webber 2024, "XTrace: making the most of every sample in stochastic trace
     estimation", `arXiv:2301.07825 <https://arxiv.org/abs/2301.07825>`_). Far more accurate than
     :func:`hutchinson_diagonal` where eigenvalues decay. Samples are not independent, so the standard

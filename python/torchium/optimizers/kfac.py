@@ -77,8 +77,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
 
     Micro-batches with loss / k, one ``backward()`` each, equal one batch. Calls of a layer in one backward
     pass are positions of the same samples: a batch that goes through the model in parts needs a
-    ``backward()`` for each part. A warning names layers whose parts differ in size; parts of one size cannot be
-    told from shared weights. Another warning names layers with more or fewer rows in dimension 0 than most, such
+    ``backward()`` for each part. A warning names layers whose parts differ in size; parts of one size look like
+    shared weights. Another warning names layers with more or fewer rows in dimension 0 than most, such
     as windows of images or tokens of experts: rows count as samples, and :math:`G` is in proportion to their
     number. Losses of one forward pass are added up before ``backward()``: a second pass over a retained graph
     counts the samples again, with a warning.
@@ -205,8 +205,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
             ``"auto"``: where the memory that the graphs keep is at most 5 % of the state or 1 % of the
             device's; ``"always"`` or True; ``"never"`` or False. Steps that ranks share, of
             ``solver="inverse_free"``, with ``ekfac``, ``adaptive_damping`` or another ``factor_dtype``, or of
-            parameters that no kernel knows, are launched. A change of another option than ``lr`` begins with
-            launched steps (default: "auto").
+            parameters that no kernel knows, are launched. After a change of an option other than
+            ``lr`` the first steps are launched (default: "auto").
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
             its own. The factors are those of all samples; the loss of a rank is the mean (or with

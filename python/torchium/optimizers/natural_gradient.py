@@ -134,8 +134,8 @@ class NaturalGradient(CapturingOptimizer):
             replayed: the same results, bit for bit, with far less work for the host. ``"auto"``:
             where the memory that the graphs keep, with a copy of what was captured in the layers, is
             at most 5 % of the state or 1 % of the device's; ``"always"`` or True; ``"never"`` or
-            False. A change of another option than ``lr``, and of the shapes of a batch, begins with
-            launched steps. With a ``process_group`` only ``"always"`` captures, where its backend is
+            False. After a change of an option other than ``lr``, or of the shapes of a batch, the
+            first steps are launched. With a ``process_group`` only ``"always"`` captures, where its backend is
             NCCL; delete the optimizer before ``destroy_process_group()``, which waits until no graph
             with a collective is left (default: "auto").
         process_group (ProcessGroup, optional): the ranks that share the step, as under

@@ -124,7 +124,7 @@ class CUDAMemoryOps:
             dtype: by default torch's default dtype.
 
         Raises:
-            ValueError: a size that is negative or no integer, or another dtype than torch's.
+            ValueError: a size that is negative or no integer, or a dtype that is not one of torch.
         """
         is_sequence = isinstance(shape, Sequence) and not isinstance(shape, str)
         if not is_sequence or not all(isinstance(size, Integral) for size in shape):

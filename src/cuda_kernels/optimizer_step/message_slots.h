@@ -1,5 +1,5 @@
-// What the ranks of a process group tell each other before a step: numbers of which the largest of
-// all ranks counts.
+// What the ranks of a process group exchange before a step: numbers, of each of which all ranks
+// then have the largest.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ enum MessageSlot : int {
 constexpr int kMostMessageGroups = 128;
 constexpr int kMessageSize = kGroups + 2 * kMostMessageGroups;
 
-// The first unfit parameter of a group is told as its distance from this; 0: none.
+// The first unfit parameter of a group is sent as its distance from this; 0: none.
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
 }  // namespace torchium::cuda_kernels

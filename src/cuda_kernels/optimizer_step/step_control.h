@@ -20,7 +20,7 @@ struct StepControl {
 };
 
 // Numbers of one parameter that depend on its step t and its gradient, and where that lies. Kernels
-// find a gradient here and not in their arguments, so that a CUDA graph of them serves all steps.
+// find a gradient here and not in their arguments, so that one CUDA graph can replay all steps.
 struct StepNumbers {
   double exp_avg;        // 1 - beta1^t
   double second_moment;  // of the grafted method

@@ -17,7 +17,7 @@ struct HostNumbers {
 struct DeviceNumbers {
   const float* found_inf;
   const int64_t* failure;
-  const int* unfit;  // of the groups, as the message tells it
+  const int* unfit;  // of the groups, as in the message
   int groups;
 };
 

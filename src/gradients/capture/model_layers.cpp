@@ -104,7 +104,7 @@ void ModelLayers::add_module(const std::string& name, const nn::Module& module,
                          .samples = samples};
     place.is_unsupported = place.problem == kUnsupported;
     if (samples == SampleDimension::kHidden && place.problem.empty()) {
-      place.problem = "takes samples in another dimension than the first";
+      place.problem = "takes samples in a dimension other than the first";
     }
     at::TensorImpl* impl = param.value().unsafeGetTensorImpl();
     if (places_.emplace(impl, std::move(place)).second) {

@@ -217,7 +217,7 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
       reason = place->module + " " + place->problem;
     }
     if (reason.empty() && place->samples != SampleDimension::kFirst) {
-      reason = place->module + " takes samples in another dimension than the first";
+      reason = place->module + " takes samples in a dimension other than the first";
     }
     tensors.push_back(param);
   }

@@ -77,7 +77,7 @@ std::vector<at::Tensor> hessian_diagonals(const std::vector<DiagonalRequest>& re
   }
   const uint64_t seed = new_seed();
   for (int64_t sample = 0; sample < most; ++sample) {
-    // All parameters: z^T H z' has cross terms of zero mean, and one pass serves all of them.
+    // All parameters: z^T H z' has cross terms of zero mean, and one pass is enough.
     std::vector<at::Tensor> signs;
     for (const size_t i : members) {
       const uint64_t stream = static_cast<uint64_t>(most) * i + static_cast<uint64_t>(sample);

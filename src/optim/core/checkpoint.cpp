@@ -25,7 +25,7 @@ Value read(InputArchive& archive, const std::string& key) {
   return value;
 }
 
-// Groups with another state than that of their optimizer.
+// Groups with a state other than that of their optimizer.
 class Saved : public torch::optim::Optimizer {
  public:
   Saved(const std::vector<torch::optim::OptimizerParamGroup>& groups,

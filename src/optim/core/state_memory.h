@@ -20,7 +20,7 @@ class TensorBytes {
  public:
   int64_t add(const at::Tensor& tensor);
   int64_t add(at::TensorList tensors);
-  // State of one parameter. Tensors under other keys than those of the optimizers do not count.
+  // State of one parameter. Only tensors under keys of the optimizers count.
   StateMemory add(const NamedTensors& state);
 
  private:

@@ -54,7 +54,7 @@ void release_cublas_workspaces(cudaStream_t stream) {
 }  // namespace
 
 struct StepGraphs::Graphs {
-  // Steps that one graph serves.
+  // Steps that one graph can replay.
   struct Kind {
     GraphKey key;
     int64_t last_step;

@@ -192,7 +192,7 @@ StepFindings SharedPlans::settle(const PendingAgreement& agreement) {
   return findings;
 }
 
-// After the blocks have taken the step, or skipped it on the device: tells their plans which.
+// After the blocks have taken or skipped the step on the device: reports to their plans which.
 StepFindings SharedPlans::settle_late(const PendingAgreement& agreement) {
   HeldError held;
   StepFindings findings;

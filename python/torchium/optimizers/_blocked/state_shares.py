@@ -36,8 +36,8 @@ class Place(NamedTuple):
 class StateShare(Tensor):
     """A rank's share of a tensor of state.
 
-    Of the whole tensor it has the shape, and the values that this rank keeps; other operations than copies
-    are refused. ``torch.distributed.checkpoint`` saves and loads each of the ``places``.
+    It has the shape of the whole tensor, and the values that this rank keeps; it refuses all operations but
+    copies. ``torch.distributed.checkpoint`` saves and loads each of the ``places``.
     """
 
     share: Tensor

@@ -42,10 +42,11 @@ std::vector<RankBatch> gather_batches(const distributed::Communicator& ranks,
         text == name_of_source(all[0].source), "rank ", rank, " of the process group has ", text,
         " for the matrix of this step, and rank 0 ", name_of_source(all[0].source),
         "; all ranks need their own samples from the same calls. No rank has taken the step");
-    TORCH_CHECK(all[rank].precision == all[0].precision, "rank ", rank,
-                " of the process group has computed its gradients in another precision than rank "
-                "0; use the same autocast and TF32 settings on all ranks. No rank has taken the "
-                "step");
+    TORCH_CHECK(
+        all[rank].precision == all[0].precision, "rank ", rank,
+        " of the process group has computed its gradients in a different precision from rank "
+        "0; use the same autocast and TF32 settings on all ranks. No rank has taken the "
+        "step");
   }
   return all;
 }

@@ -242,7 +242,10 @@ def another_precision_on_one_rank(ranks: int) -> None:
     average_gradients(model)
     kind, message = message_of(optimizer.step)
     assert kind == "RuntimeError"
-    assert f"rank {ranks - 1} of the process group has computed its gradients in another" in message
+    assert (
+        f"rank {ranks - 1} of the process group has computed its gradients in a different"
+        in message
+    )
     assert torch.equal(flat(model), before)
 
 

@@ -317,7 +317,7 @@ def test_scale_equivariance(device, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rank_deficient_matrix_is_answered_at_the_floor(device, method):
+def test_rank_deficient_matrix_has_the_root_at_the_floor(device, method):
     A = from_spectrum(SPECTRA["rank_deficient"](30)).to(device)
     X, info = matrix_inverse_root(A, 4, method=method, return_info=True)
     largest = torch.linalg.eigvalsh(X)[-1]
