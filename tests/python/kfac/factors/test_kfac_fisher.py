@@ -15,8 +15,7 @@ import torchium
 from combinations import in_turn
 from cuda_waits import no_waits
 from curvature_losses import FISHERS, LOSSES, binary, losses
-from optimizer_cases import ignore_fallback
-from test_kfac import (
+from kfac_problems import (
     BARE,
     MODELS,
     SPLITS,
@@ -32,6 +31,7 @@ from test_kfac import (
     train_reference,
     updates,
 )
+from optimizer_cases import ignore_fallback
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from curvature_losses import FISHERS
+from kfac_problems import assert_each_close_in_norm, batch_of, make_model, mlp
 from optimizer_cases import ignore_fallback, through_a_file
-from test_kfac import assert_each_close_in_norm, batch_of, make_model, mlp
 from test_kfac_fisher import train
 from torch import nn
 from torch.nn import functional as F

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import torchium
 from cuda_launches import launches_of
 from cuda_waits import no_waits
+from kfac_problems import batch_of
 from optimizer_cases import values
-from test_kfac import batch_of
 from test_kfac_norms import MODELS, OPTIONS, make_model
 from torch import Tensor, nn
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torchium
+from kfac_problems import BARE, SPLITS, assert_close_in_norm, random
 from optimizer_cases import ignore_fallback
-from test_kfac import BARE, SPLITS, assert_close_in_norm, random
 from torch import Tensor, nn
 from torch.nn import functional as F
 

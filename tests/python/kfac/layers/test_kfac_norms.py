@@ -10,11 +10,9 @@ import pytest
 import torch
 import torchium
 from combinations import in_turn
-from test_kfac import batch_of, random, train_reference
+from kfac_problems import BARE, batch_of, random, train_reference
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-BARE: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "kl_clip": None}
 
 
 class Channels(nn.Module):

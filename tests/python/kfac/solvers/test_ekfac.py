@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchium
-from optimizer_cases import ignore_fallback
-from reference import ReferenceEKFAC
-from reference.ekfac import dense
-from test_kfac import (
+from kfac_problems import (
     BARE,
     assert_close_in_norm,
     assert_each_close_in_norm,
@@ -21,6 +18,9 @@ from test_kfac import (
     train_reference,
     updates,
 )
+from optimizer_cases import ignore_fallback
+from reference import ReferenceEKFAC
+from reference.ekfac import dense
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 import torchium
 from combinations import in_turn
-from optimizer_cases import ignore_fallback
-from reference import ReferenceSINGD, layers_of
-from test_kfac import (
+from kfac_problems import (
     MODELS,
     TiedHead,
     assert_close_in_norm,
@@ -24,6 +22,8 @@ from test_kfac import (
     random,
     train_reference,
 )
+from optimizer_cases import ignore_fallback
+from reference import ReferenceSINGD, layers_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 import torchium
 from cuda_launches import launches
+from kfac_problems import MODELS, OPTIONS, SPLITS, batch_of, make_model
 from optimizer_cases import assert_same, ignore_fallback, set_gradients, values
-from test_kfac import MODELS, OPTIONS, SPLITS, batch_of, make_model
 from torch import Tensor, nn
 
 pytestmark = [pytest.mark.cuda, ignore_fallback]
