@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ._arguments import (
 _ops = torch.ops.torchium
 
 Self = TypeVar("Self", bound="LinearOperator")
+_Origin: TypeAlias = "tuple[Callable[..., LinearOperator], tuple[Any, ...]]"
 
 
 class _Products:
@@ -74,6 +76,9 @@ class LinearOperator:
     (:func:`cg` and :func:`gmres` only if it has a tangent).
     Autocast has no effect, also not on ``product``.
 
+    What a constructor, :meth:`assume` or :meth:`transpose` made can be pickled and deep-copied, with its
+    tensors and functions. Results of other operations cannot.
+
     Args:
         n: the order.
         product: maps ``X``, ``[n, columns]``, to ``A X``, of the same shape, dtype and device.
@@ -98,6 +103,9 @@ class LinearOperator:
     device: torch.device
     _handle: Any  # the operator of the core
     _products: frozenset[_Products]  # which it refers to by their numbers
+    # The function and arguments that made it. Only where the core holds the same tensors, so that no
+    # intermediate result lives on.
+    _origin: _Origin | None = None
 
     def __init__(
         self,
@@ -130,21 +138,50 @@ class LinearOperator:
         handle = _ops.callable_operator(
             n, products.number, transpose_product is not None, dtype, device
         )
-        self._set(handle, frozenset([products]))
+        make = functools.partial(
+            LinearOperator, dtype=dtype, device=device, transpose_product=transpose_product
+        )
+        self._set(handle, frozenset([products]), (make, (n, product)))
 
-    def _set(self, handle: Any, products: frozenset[_Products] = frozenset()) -> None:
-        self._handle, self._products = handle, products
+    def _set(
+        self,
+        handle: Any,
+        products: frozenset[_Products] = frozenset(),
+        origin: _Origin | None = None,
+    ) -> None:
+        self._handle, self._products, self._origin = handle, products, origin
         self._multiply = handle.matmul  # looked up once: it costs as much as a small product
         self.shape = torch.Size(handle.sizes())
         like = handle.empty()
         self.dtype, self.device = like.dtype, like.device
 
-    def _made(self, handle: Any, *others: LinearOperator) -> LinearOperator:
+    def _made(
+        self, handle: Any, *others: LinearOperator, origin: _Origin | None = None
+    ) -> LinearOperator:
         """The operator of a handle that was made of this operator and others."""
         kind = handle.kind()
         A = object.__new__(_classes.get(kind, LinearOperator))
-        A._set(handle, self._products.union(*(other._products for other in others)))
+        A._set(handle, self._products.union(*(other._products for other in others)), origin)
         return A
+
+    def __copy__(self: Self) -> Self:
+        return self  # immutable
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._origin is None:
+            raise TypeError(
+                f"{self.kind}: only operators that a constructor, assume() or transpose() made can be "
+                "pickled or deep-copied. Copy those that it is made of, write Sum(A, B) for A + B, "
+                "Product(A, B) for A @ B and Product(Identity(n, c), A) for c * A, or copy A.to_dense()."
+            )
+        return {name: value for name, value in vars(self).items() if name not in _OF_HANDLE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        assert self._origin is not None
+        make, arguments = self._origin
+        again = make(*arguments)
+        self._set(again._handle, again._products, self._origin)
 
     @property
     def kind(self) -> str:
@@ -232,7 +269,7 @@ class LinearOperator:
 
     def transpose(self) -> LinearOperator:
         """Return the transposed matrix."""
-        return self._made(self._handle.transpose())
+        return self._made(self._handle.transpose(), origin=(LinearOperator.transpose, (self,)))
 
     def to_dense(self) -> Tensor:
         """Return the matrix, ``[..., n, n]``."""
@@ -254,7 +291,8 @@ class LinearOperator:
             property,
             'it must be "symmetric", "positive_semidefinite" or "positive_definite".',
         )
-        return self._made(self._handle.assume(property))
+        origin = (LinearOperator.assume, (self, property))
+        return self._made(self._handle.assume(property), origin=origin)
 
     # Functions.
 
@@ -376,6 +414,7 @@ class LinearOperator:
 
 
 _classes: dict[str, type[LinearOperator]] = {}  # by kind
+_OF_HANDLE = {"_handle", "_multiply", "_products", "shape", "dtype", "device"}  # see _set
 
 Operand: TypeAlias = "Tensor | LinearOperator"
 

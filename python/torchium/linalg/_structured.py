@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_constant, check_integer, check_tensors, short
-from ._operators import LinearOperator, of_kind
+from ._operators import LinearOperator, _classes, of_kind
 
 _ops = torch.ops.torchium
 
@@ -24,7 +25,7 @@ class Dense(LinearOperator):
 
     def __init__(self, A: Tensor) -> None:
         check_tensors("Dense", A=A)
-        self._set(_ops.dense_operator(A))
+        self._set(_ops.dense_operator(A), origin=(Dense, (A,)))
 
 
 @of_kind
@@ -33,7 +34,7 @@ class Diagonal(LinearOperator):
 
     def __init__(self, d: Tensor) -> None:
         check_tensors("Diagonal", d=d)
-        self._set(_ops.diagonal_operator(d))
+        self._set(_ops.diagonal_operator(d), origin=(Diagonal, (d,)))
 
 
 @of_kind
@@ -51,7 +52,9 @@ class Identity(LinearOperator):
         check_integer("Identity", "n", n, "it must be a positive integer.")
         check_constant("Identity", "scale", scale, "Use Diagonal(scale.expand(n)).")
         device = torch.empty(0, device=device).device
-        self._set(_ops.identity_operator(n, float(scale), dtype, device))
+        make = functools.partial(Identity, dtype=dtype, device=device)
+        handle = _ops.identity_operator(n, float(scale), dtype, device)
+        self._set(handle, origin=(make, (n, float(scale))))
 
 
 @of_kind
@@ -63,7 +66,7 @@ class Triangular(LinearOperator):
 
     def __init__(self, A: Tensor, lower: bool = True) -> None:
         check_tensors("Triangular", A=A)
-        self._set(_ops.triangular_operator(A, bool(lower)))
+        self._set(_ops.triangular_operator(A, bool(lower)), origin=(Triangular, (A, lower)))
 
 
 @of_kind
@@ -77,7 +80,8 @@ class Permutation(LinearOperator):
 
     def __init__(self, perm: Tensor, *, dtype: torch.dtype = torch.float32) -> None:
         check_tensors("Permutation", perm=perm)
-        self._set(_ops.permutation_operator(perm, dtype))
+        make = functools.partial(Permutation, dtype=dtype)
+        self._set(_ops.permutation_operator(perm, dtype), origin=(make, (perm,)))
 
 
 @of_kind
@@ -108,7 +112,8 @@ class Convolution(LinearOperator):
                 )
             for i, size in enumerate(shape):
                 check_integer("Convolution", f"shape[{i}]", size, "it must be a positive integer.")
-        self._set(_ops.convolution_operator(kernel, None if shape is None else list(shape)))
+        grid = None if shape is None else list(shape)
+        self._set(_ops.convolution_operator(kernel, grid), origin=(Convolution, (kernel, grid)))
 
 
 @of_kind
@@ -117,7 +122,15 @@ class Sparse(LinearOperator):
 
     def __init__(self, A: Tensor) -> None:
         check_tensors("Sparse", A=A)
-        self._set(_ops.sparse_operator(A))
+        handle = _ops.sparse_operator(A)  # checks A
+        origin: Any = (Sparse, (A,))
+        if A.layout is torch.sparse_csr and not A.requires_grad:  # torch does not deep-copy it
+            origin = (_csr, (A.crow_indices(), A.col_indices(), A.values(), len(A)))
+        self._set(handle, origin=origin)
+
+
+def _csr(rows: Tensor, columns: Tensor, values: Tensor, n: int) -> Sparse:
+    return Sparse(torch.sparse_csr_tensor(rows, columns, values, (n, n), check_invariants=True))
 
 
 class _Composite(LinearOperator):
@@ -130,7 +143,8 @@ class _Composite(LinearOperator):
         kind = type(self).__name__
         parts = [_part(kind, f"{self._argument}[{i}]", A) for i, A in enumerate(operators)]
         handle = getattr(_ops, self._constructor)([A._handle for A in parts])
-        self._set(handle, frozenset().union(*(A._products for A in parts)))
+        products = frozenset().union(*(A._products for A in parts))
+        self._set(handle, products, (_classes[handle.kind()], tuple(parts)))
 
 
 def _part(kind: str, name: str, A: Any) -> LinearOperator:
@@ -200,4 +214,6 @@ class LowRankPlusDiagonal(LinearOperator):
         check_tensors("LowRankPlusDiagonal", d=d, U=U)
         if V is not None:
             check_tensors("LowRankPlusDiagonal", V=V)
-        self._set(_ops.low_rank_plus_diagonal_operator(d, U, V))
+        self._set(
+            _ops.low_rank_plus_diagonal_operator(d, U, V), origin=(LowRankPlusDiagonal, (d, U, V))
+        )
