@@ -19,14 +19,15 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
 
     ``H v = d/dp (dL/dp . v)`` (Pearlmutter 1994, "Fast exact multiplication by the Hessian"). The
     loss is evaluated once, here; each product is a backward pass through its gradient, for all
-    columns together (``torch.func.vmap``). The Hessian is that of the parameters' values now; they
+    columns together (``torch.func.vmap``), with ``torch.nn.GroupNorm``, which vmap cannot batch, one
+    column at a time. The Hessian is that of the parameters' values now; they
     must not change in place before the last product.
 
     Args:
         loss_fn: returns the loss, a scalar that depends on the parameters twice differentiably. Every
             operation needs a second derivative: for attention, put
             ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around the model's call. What
-            ``torch.func.vmap`` cannot batch, as ``torch.nn.GroupNorm``, needs ``block_size=1``.
+            ``torch.func.vmap`` cannot batch otherwise needs ``block_size=1``.
         params: parameters of one dtype, float32 or float64, and one device. Entry ``i`` of a vector
             belongs to entry ``i`` of ``torch.cat([p.flatten() for p in params])``.
 
@@ -36,7 +37,7 @@ def hvp_operator(loss_fn: Callable[[], Tensor], params: Iterable[Tensor]) -> Lin
 
     Raises:
         ValueError: no parameters, a parameter that is there twice or does not require gradients, mixed
-            dtypes or devices, or a loss that is not a scalar, depends on none of the parameters or has a
+            dtypes or devices, or a loss that is not a real scalar, depends on none of the parameters or has a
             reentrant checkpoint in its graph (``use_reentrant=False`` works).
 
     Example:

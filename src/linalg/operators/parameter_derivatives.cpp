@@ -4,8 +4,10 @@
 #include <ATen/LegacyVmapMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 namespace torchium::linalg::detail {
 namespace {
@@ -57,8 +59,30 @@ at::Tensor flat_gradient(const at::Tensor& y, const std::vector<at::Tensor>& par
   return at::cat(found);
 }
 
+bool has_group_norm(const at::Tensor& y) {
+  std::unordered_set<const torch::autograd::Node*> seen;
+  std::vector<const torch::autograd::Node*> ahead{y.grad_fn().get()};
+  while (!ahead.empty()) {
+    const torch::autograd::Node* node = ahead.back();
+    ahead.pop_back();
+    if (node == nullptr || !seen.insert(node).second) continue;
+    if (node->name() == "NativeGroupNormBackward0") return true;
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      ahead.push_back(edge.function.get());
+    }
+  }
+  return false;
+}
+
 at::Tensor flat_derivatives(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
-                            const at::Tensor& rows) {
+                            const at::Tensor& rows, bool one_by_one) {
+  if (one_by_one && rows.size(0) > 1) {
+    std::vector<at::Tensor> found;
+    for (const at::Tensor& row : rows.split(1)) {
+      found.push_back(flat_derivatives(y, inputs, row));
+    }
+    return at::cat(found);
+  }
   const int64_t k = rows.size(0);
   std::vector<at::Tensor> found(inputs.size());
   const auto differentiate = [&](const at::Tensor& weights) {

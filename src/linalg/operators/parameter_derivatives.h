@@ -28,8 +28,12 @@ at::Tensor flat_gradient(const at::Tensor& y, const std::vector<at::Tensor>& par
 
 // The derivatives of (y * row).sum() for each row of [k, *y.shape], [k, entries of all inputs].
 // Zero for inputs that y does not depend on. All rows in one backward pass (vmap), a single one
-// without vmap, which cannot batch every operation. Keeps the graph.
+// without vmap, which cannot batch every operation; one_by_one: each by itself. Keeps the graph.
 at::Tensor flat_derivatives(const at::Tensor& y, const std::vector<at::Tensor>& inputs,
-                            const at::Tensor& rows);
+                            const at::Tensor& rows, bool one_by_one = false);
+
+// Whether GroupNorm is in the graph of y. Under vmap its second derivative raises an error, or with
+// one group is wrong.
+bool has_group_norm(const at::Tensor& y);
 
 }  // namespace torchium::linalg::detail

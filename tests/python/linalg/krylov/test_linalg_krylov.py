@@ -482,6 +482,30 @@ def test_single_columns_need_no_vmap():
     torch.testing.assert_close(found[:, 0], torch.cat([e.flatten() for e in expected]))
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("fisher", [None, "empirical", "ggn"])
+def test_products_through_group_norm_are_those_of_single_columns(groups, fisher):
+    # Under vmap its second derivative raises an error, or with one group is wrong.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 2), nn.GroupNorm(groups, 4), nn.Tanh()).double()
+    x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+    params = list(model.parameters())
+    if fisher is None:
+        A = linalg.hvp_operator(lambda: model(x).pow(3).mean(), params)
+    else:
+
+        def losses():
+            z = model(x)
+            each = z.pow(4).sum(dim=(1, 2, 3))
+            return (each, z) if fisher == "ggn" else each
+
+        A = linalg.fisher_operator(losses, params, fisher=fisher)
+    X = torch.eye(len(A), dtype=torch.float64)
+    expected = torch.stack([A @ column for column in X], dim=1)
+    torch.testing.assert_close(A @ X, expected)
+    torch.testing.assert_close(expected, expected.T)
+
+
 def test_parameters_of_which_there_is_no_hessian():
     model, x, y = network()
     params = list(model.parameters())
@@ -498,6 +522,11 @@ def test_parameters_of_which_there_is_no_hessian():
     refuses(r"params is a model, Linear; pass model.parameters\(\)", torch.nn.Linear(2, 2))
     refuses(r"params\[2\] is in params twice", [params[0], params[1], params[0]])
     refuses("the loss depends on none of params", network()[0].parameters())
+    refuses(
+        "the loss that loss_fn returns is complex128; it must be real",
+        params,
+        lambda: torch.fft.fft(model(x)).sum(),
+    )
     refuses("has no graph", params, lambda: F.cross_entropy(model(x), y).detach())
     refuses("hvp_operator: loss_fn is .*; it must be a function", params, model(x).square().mean())
     params[1].requires_grad_(False)
