@@ -9,14 +9,14 @@
 #include <cmath>
 
 namespace torchium::linalg::detail {
-bool has_device_ritz_pairs(const at::Tensor& H, const std::string& which, at::ScalarType dtype) {
-  return dtype == at::kFloat && which != "LM" &&
-         has_divide_and_conquer(
-             at::empty({1, H.size(0), H.size(1)}, H.options().dtype(at::kFloat)));
+
+bool has_device_ritz_pairs(int64_t m, const std::string& which, const at::TensorOptions& options) {
+  return options.device().is_cuda() && c10::typeMetaToScalarType(options.dtype()) == at::kFloat &&
+         which != "LM" && has_divide_and_conquer(at::empty({1, m, m}, options));
 }
 
-// The eigenvectors X of H in float32 are made orthonormal to float64's errors by X (3 I - X^T X) /
-// 2, and theta = x^T H x.
+// theta = x^T H x for the eigenvectors X of H in float32, made orthonormal to float64's errors by
+// X (3 I - X^T X) / 2.
 DeviceRitzPairs device_ritz_pairs(const at::Tensor& projection, int64_t k,
                                   const std::string& which) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;

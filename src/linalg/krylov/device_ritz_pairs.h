@@ -1,4 +1,4 @@
-// The Ritz pairs of a full basis, computed where it is: the host waits once, for four numbers.
+// The Ritz pairs of a full basis, computed where it is: the host waits once, for five numbers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,8 @@
 
 namespace torchium::linalg::detail {
 
-// Whether device_ritz_pairs takes H [m, m] and `which`, for vectors in `dtype`.
-bool has_device_ritz_pairs(const at::Tensor& H, const std::string& which, at::ScalarType dtype);
+// Whether device_ritz_pairs takes a basis of m vectors with these options, and `which`.
+bool has_device_ritz_pairs(int64_t m, const std::string& which, const at::TensorOptions& options);
 
 // Of a symmetric problem; see RitzPairs. In float64 on the device, from eigenvectors in float32.
 struct DeviceRitzPairs {

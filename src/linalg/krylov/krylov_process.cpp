@@ -278,15 +278,13 @@ bool KrylovProcess::is_symmetric(double asymmetry, double norm) const {
 // Where the pairs of a full basis may have converged, the device finds that out by itself: the host
 // would take as long for the eigenproblem alone. Otherwise, what is wrong is for check() to say.
 bool KrylovProcess::finish_on_device() {
-  const auto dtype = c10::typeMetaToScalarType(tensor_options_.dtype());
-  const at::Tensor projection = space_->projection();
-  const int64_t m = projection.size(1);
   const bool is_hopeless = restarts_ > 0 && last_residual_ > kFallOfRestart * tol_;
   if (!symmetric_ || is_hopeless ||
-      !has_device_ritz_pairs(projection.narrow(0, 0, m), options_.which, dtype)) {
+      !has_device_ritz_pairs(space_->size(), options_.which, tensor_options_)) {
     return false;
   }
-  const DeviceRitzPairs pairs = device_ritz_pairs(projection, k_, options_.which);
+  const auto dtype = c10::typeMetaToScalarType(tensor_options_.dtype());
+  const DeviceRitzPairs pairs = device_ritz_pairs(space_->projection(), k_, options_.which);
   std::vector<at::Tensor> result = {
       pairs.values.to(dtype), space_->combined(pairs.vectors.to(dtype)),
       (pairs.residuals + restart_error_).to(dtype),

@@ -31,6 +31,18 @@
 namespace torchium::linalg::detail {
 namespace {
 
+bool is_symbolic(const at::Tensor& x) {
+  return x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// What mostly is so, and shows in a fraction of the time.
+bool is_alike(const at::Tensor& entry, const at::Tensor& target) {
+  return entry.defined() && entry.layout() == at::kStrided &&
+         entry.scalar_type() == target.scalar_type() && entry.device() == target.device() &&
+         (is_symbolic(entry) || is_symbolic(target) ? entry.sym_sizes() == target.sym_sizes()
+                                                    : entry.sizes() == target.sizes());
+}
+
 #ifdef TORCHIUM_WITH_CUDA
 // torch's scalar type as CUDA's.
 template <typename T>
@@ -40,13 +52,13 @@ using CudaScalar =
 
 bool is_plain(const at::Tensor& x) { return x.is_contiguous() && !x.is_neg(); }
 
-bool alike_and_contiguous(const at::Tensor& x, const at::Tensor& like) {
-  return x.device() == like.device() && x.scalar_type() == like.scalar_type() &&
-         x.sizes() == like.sizes() && is_plain(x);
+// For operands of which is_alike holds.
+bool is_for_kernel(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  return c.is_cuda() && is_plain(c) && is_plain(a) && is_plain(b);
 }
 
 bool has_kernel(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
-  return c.is_cuda() && is_plain(c) && alike_and_contiguous(a, c) && alike_and_contiguous(b, c);
+  return is_alike(a, c) && is_alike(b, c) && is_for_kernel(a, b, c);
 }
 
 void fused_mul_add_cuda(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
@@ -173,18 +185,6 @@ bool shares_memory(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b
   return !c.is_non_overlapping_and_dense() || c.is_alias_of(a) || c.is_alias_of(b);
 }
 
-bool is_symbolic(const at::Tensor& x) {
-  return x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
-
-// What mostly is so, and shows in a fraction of the time.
-bool is_alike(const at::Tensor& entry, const at::Tensor& target) {
-  return entry.defined() && entry.layout() == at::kStrided &&
-         entry.scalar_type() == target.scalar_type() && entry.device() == target.device() &&
-         (is_symbolic(entry) || is_symbolic(target) ? entry.sym_sizes() == target.sym_sizes()
-                                                    : entry.sizes() == target.sizes());
-}
-
 // Everything, before anything is changed. Returns for each i whether a[i] and b[i] have the shape,
 // dtype and device of c[i].
 std::vector<bool> check_lists(at::TensorList a, at::TensorList b, at::TensorList c) {
@@ -248,7 +248,7 @@ void fused_mul_add_out(const at::Tensor& a, const at::Tensor& b, const at::Tenso
                     c10::SymIntArrayRef(shape), " of ", dtype, ".");
   check_target(kName, {"out", out}, {{"a", a}, {"b", b}, {"c", c}});
 #ifdef TORCHIUM_WITH_CUDA
-  if (has_kernel(a, b, c) && alike_and_contiguous(out, c)) {
+  if (has_kernel(a, b, c) && is_alike(out, c) && is_plain(out)) {
     fused_mul_add_cuda(a, b, c, out);
     return;
   }
@@ -266,7 +266,7 @@ void fused_mul_add_(at::TensorList a, at::TensorList b, at::TensorList c) {
     const at::Tensor& target = c[i];
     if (target.sym_numel() == 0) continue;
 #ifdef TORCHIUM_WITH_CUDA
-    if (alike[i] && target.is_cuda() && is_plain(target) && is_plain(a[i]) && is_plain(b[i])) {
+    if (alike[i] && is_for_kernel(a[i], b[i], target)) {
       if (table == nullptr || table->device() != target.device()) {
         table = &tables.try_emplace(target.device().index(), target.device()).first->second;
       }

@@ -68,6 +68,8 @@ struct RepeatedProduct::Plan {
   int64_t flops, bytes;
 
   Plan(const at::Tensor& a, const at::Tensor& b);
+  void run(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double alpha, double beta,
+           const at::Tensor& c) const;
   void choose_algorithm();
 };
 
@@ -101,26 +103,17 @@ void RepeatedProduct::Plan::choose_algorithm() {
   algorithm = found.algo;
 }
 
-void RepeatedProduct::run(at::Tensor& D, const at::Tensor& A, const at::Tensor& B, double alpha,
-                          double beta, const at::Tensor& C) const {
-  if (plan_ == nullptr) {
-    at::baddbmm_out(D, C, A, B, beta, alpha);
-    return;
-  }
-  const torchium::detail::KernelWork work(plan_->flops, plan_->bytes);
+void RepeatedProduct::Plan::run(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                                double alpha, double beta, const at::Tensor& c) const {
+  const torchium::detail::KernelWork work(flops, bytes);
   TORCH_CUDABLAS_CHECK(cublasLtMatmul(
-      at::cuda::getCurrentCUDABlasLtHandle(), plan_->operation.get(), &alpha, B.const_data_ptr(),
-      plan_->B.get(), A.const_data_ptr(), plan_->A.get(), &beta, C.const_data_ptr(), plan_->D.get(),
-      D.mutable_data_ptr(), plan_->D.get(), &plan_->algorithm, plan_->workspace.mutable_data_ptr(),
-      kProductWorkspaceBytes, c10::cuda::getCurrentCUDAStream()));
+      at::cuda::getCurrentCUDABlasLtHandle(), operation.get(), &alpha, b.const_data_ptr(), B.get(),
+      a.const_data_ptr(), A.get(), &beta, c.const_data_ptr(), D.get(), out.mutable_data_ptr(),
+      D.get(), &algorithm, workspace.mutable_data_ptr(), kProductWorkspaceBytes,
+      c10::cuda::getCurrentCUDAStream()));
 }
 #else
 struct RepeatedProduct::Plan {};
-
-void RepeatedProduct::run(at::Tensor& D, const at::Tensor& A, const at::Tensor& B, double alpha,
-                          double beta, const at::Tensor& C) const {
-  at::baddbmm_out(D, C, A, B, beta, alpha);
-}
 #endif
 
 RepeatedProduct::RepeatedProduct(const at::Tensor& A, const at::Tensor& B) {
@@ -130,6 +123,17 @@ RepeatedProduct::RepeatedProduct(const at::Tensor& A, const at::Tensor& B) {
 }
 
 RepeatedProduct::~RepeatedProduct() = default;
+
+void RepeatedProduct::run(at::Tensor& D, const at::Tensor& A, const at::Tensor& B, double alpha,
+                          double beta, const at::Tensor& C) const {
+#ifdef TORCHIUM_WITH_CUDA
+  if (plan_ != nullptr) {
+    plan_->run(D, A, B, alpha, beta, C);
+    return;
+  }
+#endif
+  at::baddbmm_out(D, C, A, B, beta, alpha);
+}
 
 void RepeatedProduct::run(at::Tensor& D, const at::Tensor& A, const at::Tensor& B) const {
   run(D, A, B, /*alpha=*/1, /*beta=*/0, D);
