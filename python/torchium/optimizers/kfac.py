@@ -472,6 +472,9 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
 
     # ---- state
 
+    def _ranks_of_state(self) -> str:
+        return self._group_name
+
     def _is_partial(self) -> bool:
         if not self._group_name or self._grad_worker_fraction == 1:
             return False

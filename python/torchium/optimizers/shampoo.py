@@ -284,6 +284,9 @@ class Shampoo(Consolidating, BlockedOptimizer):
         """
         return set_within(self, "_keeps_shares")
 
+    def _ranks_of_state(self) -> str:
+        return self._sharing.group_name
+
     def _is_partial(self) -> bool:
         return bool(self._sharing.group_name) and (
             self._all_ranks_call() or not self._owns_all_state()

@@ -38,6 +38,21 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
         return optimizer.state_dict()  # type: ignore[no-any-return]
 
 
+def flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{i}.{key}": x for i, each in state["state"].items() for key, x in each.items()}
+
+
+def assert_one_rank_takes_the_state(optimizer: Any) -> None:
+    expected = flat(whole_state(optimizer))
+    last = dist.get_world_size() - 1
+    optimizer.consolidate_state_dict(to=last)
+    kind, message = message_of(lambda: assert_same(flat(optimizer.state_dict()), expected))
+    if is_last():
+        assert kind == "", message
+        kind, message = message_of(optimizer.state_dict)  # it is kept once
+    assert kind == "RuntimeError", message
+
+
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys()
     different = [key for key in actual if not torch.equal(actual[key], expected[key])]

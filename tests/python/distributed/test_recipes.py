@@ -104,7 +104,7 @@ def test_checkpoints_of_torchtitan():
     assert torch.equal(recipe_cases.values(resumed), recipe_cases.values(model))
 
 
-@pytest.mark.parametrize("grouped_by_pattern", [False, True], ids=["0.2", "main"])
+@pytest.mark.parametrize("grouped_by_pattern", [False, True], ids=["0.2", "0.3"])
 def test_container_of_torchtitan(grouped_by_pattern):
     module = pytest.importorskip("torchtitan.components.optimizer", reason="torchtitan is missing")
     if grouped_by_pattern != hasattr(module, "ParamGroupConfig"):

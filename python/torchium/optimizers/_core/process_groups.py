@@ -61,6 +61,8 @@ class Consolidating(Optimizer):
 
     _PART: ClassVar[str]  # what a rank may keep alone
     _consolidates = False
+    # The whole state until parameters change, and their versions at that time.
+    _consolidated: tuple[list[int], dict[str, Any]] | None = None
 
     def consolidating(self) -> AbstractContextManager[None]:
         """A block that all ranks of the ``process_group`` enter, in which ``state_dict()`` gathers the state.
@@ -76,17 +78,47 @@ class Consolidating(Optimizer):
         """
         return set_within(self, "_consolidates")
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gathers the whole state on one rank, where the next ``state_dict()`` returns it.
+
+        The interface of :class:`torch.distributed.optim.ZeroRedundancyOptimizer`, which Lightning and other
+        trainers call. All ranks must call it. A step in between discards what was gathered.
+
+        Args:
+            to: the rank of the ``process_group`` (of all processes without one) that keeps the state
+                (default: 0). On the others ``state_dict()`` raises as without this call.
+        """
+        self._consolidated = None
+        with self.consolidating():
+            if not self._is_partial():
+                return
+            state = self.state_dict()
+        if torch.distributed.get_rank(group_named(self._ranks_of_state())) == to:
+            self._consolidated = self._versions(), state
+
+    def _take_consolidated(self) -> dict[str, Any] | None:
+        versions, state = self._consolidated or ([], None)
+        self._consolidated = None
+        return state if versions == self._versions() else None
+
+    def _versions(self) -> list[int]:
+        return [p._version for group in self.param_groups for p in group["params"]]
+
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`torch.optim.Optimizer.state_dict`: the whole state, which any number of processes can load.
 
         Where each rank of the ``process_group`` keeps a part of the state alone, all ranks must call it, in a
         block of :meth:`consolidating`, and each gets all of it. With ``DTensor`` parameters, whose
-        checkpoints are made by all ranks, they need not enter the block.
+        checkpoints are made by all ranks, they need not enter the block. One rank alone can call it after
+        :meth:`consolidate_state_dict`.
 
         Raises:
             RuntimeError: a rank that keeps a part calls it outside of ``consolidating()``, where it might wait
                 forever.
         """
+        consolidated = self._take_consolidated()
+        if consolidated is not None:
+            return consolidated
         if not self._is_partial():
             return super().state_dict()
         if not self._all_ranks_call():
@@ -104,6 +136,10 @@ class Consolidating(Optimizer):
 
     def _all_ranks_call(self) -> bool:
         return self._consolidates
+
+    def _ranks_of_state(self) -> str:
+        """The name of the process group."""
+        raise NotImplementedError
 
     def _is_partial(self) -> bool:
         """Whether the state of this rank is not the whole state; the same on all ranks that consolidate."""

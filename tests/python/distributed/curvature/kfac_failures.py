@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from group_tools import (
+    assert_one_rank_takes_the_state,
     assert_raised_on_all,
     assert_same,
     assert_same_on_all_ranks,
@@ -388,6 +389,12 @@ def inverses_are_gathered_by_all_ranks_or_none(ranks: int) -> None:
         optimizer.state[model.out.weight] = lost
     step_shared(model, optimizer, Batch(2))
     assert_same_on_all_ranks([*model.parameters()])
+
+
+@case(3)
+def one_rank_takes_consolidated_inverses(ranks: int) -> None:
+    _, optimizer = shared(steps=range(1), grad_worker_fraction=0.01)
+    assert_one_rank_takes_the_state(optimizer)
 
 
 @case(3)

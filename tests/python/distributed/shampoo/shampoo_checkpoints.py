@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from group_tools import (
+    assert_one_rank_takes_the_state,
     assert_raised_on_all,
     assert_same,
     copies_of,
+    flat,
     is_last,
     message_of,
     whole_state,
@@ -183,6 +185,26 @@ def a_rank_alone_does_not_wait_for_a_state_dict(ranks: int) -> None:
     alone = shampoo(parameters())
     alone.load_state_dict(state)
     assert alone.state_dict()["state"].keys() == state["state"].keys()
+
+
+@case(3)
+def one_rank_takes_a_consolidated_state(ranks: int) -> None:
+    """As Lightning does, and as with ZeroRedundancyOptimizer."""
+    params = parameters()
+    optimizer = shampoo(params, world())
+    train(optimizer, params, range(2))
+    assert_one_rank_takes_the_state(optimizer)
+    optimizer.consolidate_state_dict()
+    train(optimizer, params, range(2, 3))
+    kind, _ = message_of(optimizer.state_dict)
+    assert kind == "RuntimeError"  # what was gathered is no longer the state
+    placed = shards(parameters(shapes=[(16, 8), (5,)]), line(ranks), [Shard(0)])
+    sharded = shampoo(placed)
+    train(sharded, placed, range(2))
+    expected = flat(sharded.state_dict())
+    sharded.consolidate_state_dict()
+    if dist.get_rank() == 0:  # which would otherwise wait for the others
+        assert_same(flat(sharded.state_dict()), expected)
 
 
 @case(3)
