@@ -216,6 +216,14 @@ void BlockedPlan::update_preconditioners() {
   report();
 }
 
+std::vector<size_t> BlockedPlan::stages() const {
+  std::vector<size_t> stages;
+  for (const size_t i : active()) {
+    stages.push_back(stages_.empty() ? 0 : stages_[i]);
+  }
+  return stages;
+}
+
 void BlockedPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {
   TORCH_INTERNAL_ASSERT(false, "this optimizer has no roots that a call renews");
 }

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -47,6 +48,10 @@ class BlockedPlan : public StepPlan {
   // False where the state has to follow them: fit() and bind() come before the next step.
   bool set_options(const Options& options);
 
+  // The stages in which the updates of the parameters are wanted, for the next bind(): those of a
+  // stage are computed before those of the next, see SharedInputs.
+  void set_stages(std::vector<size_t> stages) { stages_ = std::move(stages); }
+
   // Brings the states of parameters on this device into the form that a step takes: checks existing
   // state, converts it to the parameter's dtype and device, lays matrices side by side, creates
   // what active parameters lack and drops averages that they no longer need. Changes none of the
@@ -73,6 +78,9 @@ class BlockedPlan : public StepPlan {
   virtual Rule rule(at::IntArrayRef shape) const { return {}; }
 
  protected:
+  // Of the active parameters.
+  std::vector<size_t> stages() const;
+
   // ---- what an optimizer defines
 
   virtual const Options& options() const = 0;
@@ -105,6 +113,8 @@ class BlockedPlan : public StepPlan {
   void check_state(const StateEntry& entry, const ParameterState& needed) const;
   std::string changes_since(const StateEntry& entry) const;
   void fit_buffers(StateEntry& entry, bool is_new) const;
+
+  std::vector<size_t> stages_;
 };
 
 // A plan with options of this type; `graphs` among them is whether it captures its

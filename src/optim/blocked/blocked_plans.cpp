@@ -155,6 +155,7 @@ void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
 void BlockedPlans::adopt(Draft& draft, BlockedGroup& group) {
   std::vector<at::Tensor> params;
   std::vector<ParameterState> states;
+  std::vector<size_t> stages;
   for (size_t k = 0; k < draft.entries.size(); ++k) {
     StateEntry& entry = draft.entries[k];
     group.states[draft.positions[k]] = entry.state;
@@ -170,7 +171,9 @@ void BlockedPlans::adopt(Draft& draft, BlockedGroup& group) {
     has_all_states_ = has_all_states_ && (is_complete || entry.state.is_empty());
     states.push_back(is_complete ? entry.state : ParameterState());
     params.push_back(entry.param);
+    stages.push_back(group.stages.empty() ? 0 : group.stages[draft.positions[k]]);
   }
+  draft.plan->set_stages(std::move(stages));
   draft.plan->bind(std::move(params), std::move(states), std::move(draft.host_steps));
 }
 
@@ -215,16 +218,16 @@ std::vector<BlockedPlan*> BlockedPlans::plans() const {
 void BlockedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   before_step();
   step_groups([](size_t) { return true; }, lr, [&](size_t) { return found_inf; },
-              [](size_t) { return KnownMagnitudes(); });
+              [](size_t) { return SharedInputs(); });
 }
 
 void BlockedPlans::step_groups(const std::function<bool(size_t group)>& includes,
                                const LearningRates& lr,
                                const std::function<at::Tensor(size_t group)>& found_inf,
-                               const std::function<KnownMagnitudes(size_t group)>& known) {
+                               const std::function<SharedInputs(size_t group)>& shared) {
   for (const GroupPlan& each : plans_) {
     if (includes(each.group)) {
-      each.plan->step(lr(each.group, *each.plan), found_inf(each.group), known(each.group));
+      each.plan->step(lr(each.group, *each.plan), found_inf(each.group), shared(each.group));
     }
   }
 }

@@ -29,6 +29,7 @@ struct BlockedGroup {
   std::vector<at::Tensor> params;
   std::vector<std::string> names;      // in the model, of the first parameters; empty: unknown
   std::vector<ParameterState> states;  // empty: none
+  std::vector<size_t> stages = {};     // in which updates are wanted; empty: one
   // The tensors of which the parameters are this rank's shards; null: whole. Empty: all are.
   std::vector<std::shared_ptr<const distributed::ShardedShape>> sharded = {};
 
@@ -73,10 +74,10 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Runs the steps planned by prepare(). `lr` returns the learning rate of a group on a device.
   using LearningRates = std::function<at::Tensor(size_t group, const BlockedPlan& plan)>;
   virtual void step(const LearningRates& lr, const at::Tensor& found_inf);
-  // The steps of some groups, each with its own `found_inf` and what is known of its gradients.
+  // The steps of some groups, each with its own `found_inf` and what the ranks know of it.
   void step_groups(const std::function<bool(size_t group)>& includes, const LearningRates& lr,
                    const std::function<at::Tensor(size_t group)>& found_inf,
-                   const std::function<KnownMagnitudes(size_t group)>& known);
+                   const std::function<SharedInputs(size_t group)>& shared);
   // The number by which the loss of the next step was multiplied, for plans that differentiate its
   // gradients; undefined: 1.
   void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }

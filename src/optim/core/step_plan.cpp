@@ -137,8 +137,7 @@ void StepPlan::choose(std::vector<size_t> active) {
   active_params_ = std::make_shared<const std::vector<at::Tensor>>(std::move(params));
 }
 
-void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf,
-                    const KnownMagnitudes& known) {
+void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf, const SharedInputs& shared) {
   if (active_.empty()) {
     return;
   }
@@ -156,7 +155,7 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf,
   }
   run(lr, host_steps,
       found_inf.defined() ? found_inf.to(device_, /*non_blocking=*/!device_.is_cpu()) : found_inf,
-      known);
+      shared);
   for (size_t k = 0; k < host_steps.size(); ++k) {  // replays do not count on the host
     host_steps_[active_[k]] = host_steps[k] + 1;
   }
@@ -168,22 +167,26 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf,
 }
 
 void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
-                   const KnownMagnitudes& known) {
-  const auto end = c10::make_scope_exit([&] { planned_->end(); });
+                   const SharedInputs& shared) {
+  const auto end = c10::make_scope_exit([&] {
+    planned_->set_end_of_stages({});
+    planned_->end();
+  });
   std::vector<at::Tensor> grads;
   grads.reserve(active_.size());
   for (const size_t i : active_) {
     grads.push_back(gradient_of(bound_[i].param.tensor()));
   }
   KnownMagnitudes of_active;
-  for (size_t k = 0; !known.empty() && k < active_.size(); ++k) {
-    of_active.push_back(known[active_[k]]);
+  for (size_t k = 0; !shared.known.empty() && k < active_.size(); ++k) {
+    of_active.push_back(shared.known[active_[k]]);
   }
   planned_->set_known(std::move(of_active));
+  planned_->set_end_of_stages(shared.end_stage);
   planned_->begin(std::move(grads));
-  const auto key = graph_mode_ == GraphMode::kNever || !device_.is_cuda()
-                       ? std::nullopt
-                       : planned_->graph_key(host_steps);
+  // A graph would end all stages at once.
+  const bool has_graph = graph_mode_ != GraphMode::kNever && device_.is_cuda() && !shared.end_stage;
+  const auto key = has_graph ? planned_->graph_key(host_steps) : std::nullopt;
   if (!key || !replay(*key, lr, host_steps, found_inf)) {
     planned_->run(lr, host_steps, found_inf);
   }

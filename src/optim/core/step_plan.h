@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -30,6 +31,14 @@ const at::Tensor& gradient_of(const at::Tensor& param);
 // floats; null: the step examines the gradient. Empty: it does so with all.
 using KnownMagnitudes = std::vector<const unsigned*>;
 
+// What ranks that share a step know of it.
+struct SharedInputs {
+  KnownMagnitudes known;
+  // Called when the device has been given all work for the updates of a stage, in the order of the
+  // stages; null, or a step that cannot be cut into stages: not called.
+  std::function<void()> end_stage;
+};
+
 // The step of some parameters, with everything derived from them and their state.
 class PlannedStep {
  public:
@@ -38,6 +47,8 @@ class PlannedStep {
   virtual void begin(std::vector<at::Tensor> grads) { grads_ = std::move(grads); }
   // Before begin(): of each parameter, see KnownMagnitudes.
   virtual void set_known(KnownMagnitudes known) {}
+  // Of this step, see SharedInputs.
+  virtual void set_end_of_stages(std::function<void()> end_stage) {}
   // `lr`: 0-dim, float64 on the CPU or on the parameters' device. `host_steps` are the steps each
   // parameter has taken, for the root schedule alone; empty: read from the state, which must then
   // lie on the CPU. `found_inf`: one number, not 0: skip the step; undefined: 0.
@@ -95,9 +106,9 @@ class StepPlan : public torch::CustomClassHolder {
   virtual bool prepare();
 
   // Runs the step planned by prepare(). `lr`, `found_inf`: see PlannedStep; `found_inf` on any
-  // device. `known`: of the parameters of bind().
+  // device. `shared`: of the parameters of bind().
   void step(const at::Tensor& lr, const at::Tensor& found_inf = {},
-            const KnownMagnitudes& known = {});
+            const SharedInputs& shared = {});
 
   // Whether the host decides which roots are due, so that the caller cannot capture the step.
   virtual bool host_decides() const = 0;
@@ -162,7 +173,7 @@ class StepPlan : public torch::CustomClassHolder {
     bool is_unchanged() const;
   };
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
-           const KnownMagnitudes& known);
+           const SharedInputs& shared);
   // Replays run() as a graph. False: there is no graph.
   bool replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
               const at::Tensor& found_inf);

@@ -21,8 +21,8 @@ class EagerSubset : public ShampooSubset {
 
   void moments(const ShampooRun& run) override;
   void statistics(const ShampooRun& run) override;
-  void precondition(const ShampooRun& run) override;
-  void apply(const ShampooRun& run) override;
+  void precondition(const ShampooRun& run, size_t stage) override;
+  void apply(const ShampooRun& run, size_t stage) override;
   void end() override { step_ = {}; }
 
  private:
@@ -110,16 +110,22 @@ void EagerSubset::moments(const ShampooRun& run) {
       step_.d[i] = graft_diagonal(e.d, step_.f[i], run.options.block_size());
     }
   }
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    step_.g_blocks[b] = packed(b, step_.g, step_.g_blocks);
+  }
 }
 
 void EagerSubset::statistics(const ShampooRun& run) {
   for (size_t b = 0; b < batches_.size(); ++b) {
-    step_.g_blocks[b] = packed(b, step_.g, step_.g_blocks);
     update_statistics(batches_[b], step_.g_blocks[b], beta2(run.options), step_.guard);
   }
 }
 
-void EagerSubset::precondition(const ShampooRun& run) {
+// Batches are not cut: the first stage takes all.
+void EagerSubset::precondition(const ShampooRun& run, size_t stage) {
+  if (stage > 0) {
+    return;
+  }
   const ShampooOptions& o = run.options;
   for (size_t b = 0; b < batches_.size(); ++b) {
     const at::Tensor m = beta1(o) == 0.0 ? step_.g_blocks[b] : packed(b, step_.m, step_.m_blocks);
@@ -142,7 +148,10 @@ at::Tensor EagerSubset::direction(const ShampooRun& run, size_t i) const {
              : step_.d[i];
 }
 
-void EagerSubset::apply(const ShampooRun& run) {
+void EagerSubset::apply(const ShampooRun& run, size_t stage) {
+  if (stage > 0) {
+    return;
+  }
   const ShampooOptions& o = run.options;
   const StepScalar lr = step_.guard.learning_rate(run.lr);
   const UpdateRule rule{.decoupled_weight_decay = decoupled_decay(o),

@@ -11,7 +11,8 @@ namespace torchium::optim::detail {
 
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
                                                const StateList& states, at::Tensor status) {
-  return std::make_unique<ShampooStep>(options_, role_, params, states, std::move(status));
+  return std::make_unique<ShampooStep>(options_, role_, params, states, stages(),
+                                       std::move(status));
 }
 
 BlockStorage ShampooPlan::init_storage(at::TensorList params) const {

@@ -44,9 +44,9 @@ Schedule make_schedule(const ShampooOptions& o, const StateList& states,
 }  // namespace
 
 ShampooStep::ShampooStep(const ShampooOptions& options, Role role, std::vector<at::Tensor> params,
-                         StateList states, at::Tensor status)
+                         StateList states, std::vector<size_t> stages, at::Tensor status)
     : options_(options),
-      group_{role, std::move(params), std::move(states), {}, {}},
+      group_{role, std::move(params), std::move(states), {}, {}, std::move(stages)},
       status_(std::move(status)) {
   group_.blockings = make_blockings(options, group_.params, role);
   for (size_t i = 0; i < group_.params.size(); ++i) {
@@ -94,26 +94,46 @@ void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
   }
   const Schedule schedule = make_schedule(options_, group_.states, host_steps);
   const ShampooRun run{options_, lr, grads_, schedule, *prologue_};
-  const auto each = [&](const char* name, void (ShampooSubset::*part)(const ShampooRun&)) {
+  const auto each = [&](const char* name, auto part, auto... stage) {
     const torchium::detail::Phase phase(name);
     for (const auto& subset : subsets_) {
-      (subset.get()->*part)(run);
+      (subset.get()->*part)(run, stage...);
     }
   };
 
-  each("torchium::elementwise", &ShampooSubset::moments);    // m <- b1 m + (1 - b1) g; v, a
-  each("torchium::statistics", &ShampooSubset::statistics);  // L_i <- b2 L_i + (1 - b2) g_i g_i^T
-  if (schedule.any_root_due) {                               // R_i <- (L_i / c + eps I)^(-1/(2k))
-    const torchium::detail::Phase phase("torchium::roots");
-    std::vector<StepScalar> c;
-    for (size_t i = 0; i < group_.params.size(); ++i) {
-      c.push_back(prologue_->correction(Average::kStatistics, i));
-    }
-    update_roots(batches_, root_rule(options_), schedule.due_steps, c, prologue_->guard());
-    record_root_failures(batches_, status_);
+  each("torchium::elementwise", &ShampooSubset::moments);  // m <- b1 m + (1 - b1) g; v, a
+  const auto update_statistics = [&] {                     // L_i <- b2 L_i + (1 - b2) g_i g_i^T
+    each("torchium::statistics", &ShampooSubset::statistics);
+  };
+  // Directions that others wait for travel while the statistics are updated, unless these come
+  // first because the roots need them.
+  const bool statistics_last = end_stage_ && !schedule.any_root_due;
+  if (!statistics_last) {
+    update_statistics();
   }
-  each("torchium::precondition", &ShampooSubset::precondition);  // d <- m x_1 R_1 ... x_k R_k
-  each("torchium::elementwise", &ShampooSubset::apply);          // p <- p - lr |f| / |d| d
+  if (schedule.any_root_due) {
+    renew_roots(schedule);  // R_i <- (L_i / c + eps I)^(-1/(2k))
+  }
+  for (size_t stage = 0; stage < group_.stage_count(); ++stage) {
+    each("torchium::precondition", &ShampooSubset::precondition, stage);  // d <- m x_1 R_1 ... R_k
+    each("torchium::elementwise", &ShampooSubset::apply, stage);          // p <- p - lr |f| / |d| d
+    if (end_stage_) {
+      end_stage_();
+    }
+  }
+  if (statistics_last) {
+    update_statistics();
+  }
+}
+
+void ShampooStep::renew_roots(const Schedule& schedule) {
+  const torchium::detail::Phase phase("torchium::roots");
+  std::vector<StepScalar> c;
+  for (size_t i = 0; i < group_.params.size(); ++i) {
+    c.push_back(prologue_->correction(Average::kStatistics, i));
+  }
+  update_roots(batches_, root_rule(options_), schedule.due_steps, c, prologue_->guard());
+  record_root_failures(batches_, status_);
 }
 
 bool ShampooStep::kernels_renew_roots() const {

@@ -8,8 +8,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -20,17 +22,22 @@ class ShampooStep : public PrologueStep {
  public:
   // One parameter at least, and a state for each that fits the options
   // (BlockedPlan::fit). Keeps the tensors, which stay the caller's, and the reference: numbers
-  // among the options may change between steps. status: see step_status.h.
+  // among the options may change between steps. stages: BlockedPlan::set_stages(). status: see
+  // step_status.h.
   ShampooStep(const ShampooOptions& options, Role role, std::vector<at::Tensor> params,
-              StateList states, at::Tensor status);
+              StateList states, std::vector<size_t> stages, at::Tensor status);
   ShampooStep(const ShampooStep&) = delete;
   ShampooStep& operator=(const ShampooStep&) = delete;
 
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf) override;
   std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const override;
+  void set_end_of_stages(std::function<void()> end_stage) override {
+    end_stage_ = std::move(end_stage);
+  }
 
  private:
   void make_subsets();
+  void renew_roots(const Schedule& schedule);
   bool kernels_renew_roots() const;
 
   const ShampooOptions& options_;
@@ -39,6 +46,7 @@ class ShampooStep : public PrologueStep {
   std::vector<MatrixBatch> batches_;  // of all subsets
   std::vector<std::unique_ptr<ShampooSubset>> subsets_;
   bool all_by_kernels_ = false;
+  std::function<void()> end_stage_;
 };
 
 }  // namespace torchium::optim::detail

@@ -9,6 +9,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -23,6 +25,9 @@ struct ShampooGroup {
   StateList states;                 // undefined: not used by the options
   std::vector<Blocking> blockings;  // without blocks if no matrices precondition
   std::vector<ParameterRule> rules;
+  std::vector<size_t> stages;  // in which their updates are computed
+
+  size_t stage_count() const { return 1 + std::ranges::max(stages); }
 };
 
 // Decisions of the host, per parameter.
@@ -49,10 +54,10 @@ class ShampooSubset {
   virtual void moments(const ShampooRun& run) = 0;
   // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T
   virtual void statistics(const ShampooRun& run) = 0;
-  // d = m x_1 R_1 ... x_k R_k
-  virtual void precondition(const ShampooRun& run) = 0;
-  // Grafting, momentum, weight decay, p <- p - lr d.
-  virtual void apply(const ShampooRun& run) = 0;
+  // d = m x_1 R_1 ... x_k R_k, of the parameters of the stage, or of later ones too.
+  virtual void precondition(const ShampooRun& run, size_t stage) = 0;
+  // Grafting, momentum, weight decay, p <- p - lr d, of the same parameters.
+  virtual void apply(const ShampooRun& run, size_t stage) = 0;
   // Frees the memory of the step.
   virtual void end() = 0;
 };

@@ -34,7 +34,7 @@ void SharedPlans::check_not_broken() const {
 void SharedPlans::take_block_failures(bool wait) {
   while (const auto failure = blocks_.next_failure(wait)) {
     const auto& [group, report] = *failure;
-    GroupFindings& found = failures_[group / (rules_->kinds() * kStages)];
+    GroupFindings& found = failures_[group / (rules_->kinds() * kPhases)];
     const int64_t count = report.entries[kConsecutiveRootFailures];
     for (const Parameter& p : parameters_) {
       for (const OwnBlock& own : p.own) {

@@ -66,9 +66,9 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
   }
 }
 
-// The first stage of matrices has this share of their elements: the second is smaller, so that
-// little has still to travel when it has been computed.
-constexpr double kFirstStage = 2.0 / 3.0;
+// The share of the elements of matrices at which each of their stages but the first begins. Later
+// ones are smaller, so that little has still to travel when all are computed.
+constexpr double kStageBegins[] = {0.4, 0.7, 0.9};
 
 // Blocks without matrices come first. If those with matrices fill a bucket, each owner's are cut
 // into stages. Those of one parameter stay together: their matrices are neighbours in its state.
@@ -104,7 +104,8 @@ void SharedPlans::assign_stages(at::ScalarType dtype, std::vector<Place>& places
       of_owner.parameter = place.parameter;
       const double share =
           static_cast<double>(of_owner.before) / static_cast<double>(of_owner.elements);
-      of_owner.stage = share < kFirstStage ? 1 : 2;
+      of_owner.stage =
+          1 + std::ranges::count_if(kStageBegins, [&](double b) { return share >= b; });
     }
     place.stage = of_owner.stage;
     of_owner.before += block_of(place).rectangle.numel();

@@ -79,18 +79,20 @@ void SharedPlans::check(const std::vector<BlockedGroup>& groups, Active active) 
   }
 }
 
-// One group of each kind and stage for each parameter group, without states.
+// One group of each kind and phase for each parameter group, without states.
 std::vector<BlockedGroup> SharedPlans::groups_of_blocks() const {
   std::vector<BlockedGroup> groups;
   for (const auto& options : options_) {
     for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
       const auto own_options = rules_->options_of_blocks(*options, kind);
-      groups.insert(groups.end(), kStages, {own_options, {}, {}, {}});
+      groups.insert(groups.end(), kPhases, {own_options, {}, {}, {}});
     }
   }
   for (const Parameter& p : parameters_) {
+    BlockedGroup& group = groups[group_of_blocks(p)];
     for (const OwnBlock& own : p.own) {
-      groups[group_of_blocks(p)].params.push_back(own.tensor);
+      group.params.push_back(own.tensor);
+      group.stages.push_back(p.stage == 0 ? 0 : p.stage - 1);
     }
   }
   return groups;
@@ -249,8 +251,8 @@ bool SharedPlans::set_options(size_t group,
   bool fits = plans_of_groups_[group]->set_options(*options);
   for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
     const auto own_options = rules_->options_of_blocks(*options, kind);
-    for (size_t stage = 0; stage < kStages; ++stage) {
-      fits = blocks_.set_options(group_of_blocks(group, kind, stage), own_options) && fits;
+    for (size_t phase = 0; phase < kPhases; ++phase) {
+      fits = blocks_.set_options(group_of_blocks(group, kind, phase), own_options) && fits;
     }
   }
   hash_setup();
@@ -322,8 +324,8 @@ int64_t SharedPlans::host_steps(const at::Tensor& param) const {
 GroupMemory SharedPlans::memory(size_t group, TensorBytes& counted) const {
   GroupMemory memory;
   for (size_t kind = 0; kind < rules_->kinds(); ++kind) {
-    for (size_t stage = 0; stage < kStages; ++stage) {
-      memory += blocks_.memory(group_of_blocks(group, kind, stage), counted);
+    for (size_t phase = 0; phase < kPhases; ++phase) {
+      memory += blocks_.memory(group_of_blocks(group, kind, phase), counted);
     }
   }
   return memory;

@@ -171,14 +171,16 @@ class SharedPlans : public BlockedPlans {
   OwnBlock& own_block(size_t parameter, size_t block);
   const distributed::Part& part_at(const PartPlace& place) const;
   // Directions travel in stages: those without matrices first, which take little time to compute,
-  // then matrices in parts.
-  static constexpr size_t kStages = 3;
-  size_t group_of_blocks(size_t group, size_t kind, size_t stage) const {
-    return (group * rules_->kinds() + kind) * kStages + stage;
+  // then those with matrices. The later stages are computed together, up to the products with the
+  // roots: fewer matrices at a time would leave a GPU half idle.
+  static constexpr size_t kStages = 5;
+  static constexpr size_t kPhases = 2;  // the first stage, and all others
+  size_t group_of_blocks(size_t group, size_t kind, size_t phase) const {
+    return (group * rules_->kinds() + kind) * kPhases + phase;
   }
   // Of the own blocks of a parameter, in blocks_.
   size_t group_of_blocks(const Parameter& p) const {
-    return group_of_blocks(p.group, p.kind, p.stage);
+    return group_of_blocks(p.group, p.kind, p.stage == 0 ? 0 : 1);
   }
   std::vector<BlockedGroup> groups_of_blocks() const;
   void remember_for_blocks();

@@ -11,6 +11,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
+#include <functional>
+
 namespace torchium::optim::detail {
 
 void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
@@ -87,21 +90,32 @@ void SharedPlans::step_on_device(const LearningRates& lr, const at::Tensor& foun
   held.raise();
 }
 
-// Stage after stage; one more sends what does not go to all ranks. `skipped`: of the groups, on the
-// device; undefined: the host knows.
+// Phase after phase; one more stage sends what does not go to all ranks. `skipped`: of the groups,
+// on the device; undefined: the host knows.
 void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& skipped) {
   TORCH_CHECK(blocks_.prepare(), "parameters, gradients or state changed during step()");
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
   const auto found_inf = [&](size_t group) {
-    const auto parameter_group = static_cast<int64_t>(group / (rules_->kinds() * kStages));
+    const auto parameter_group = static_cast<int64_t>(group / (rules_->kinds() * kPhases));
     return skipped.defined() ? skipped.select(0, parameter_group) : at::Tensor();
   };
   const std::vector<KnownMagnitudes> known = known_magnitudes();
-  for (size_t stage = 0; stage < kStages; ++stage) {
-    blocks_.step_groups([&](size_t group) { return group % kStages == stage; },
+  // A stage has ended when the last group of its phase has ended it.
+  size_t last = 0;
+  for (const Parameter& p : parameters_) {
+    if (p.stage > 0 && p.is_active) {
+      last = std::max(last, group_of_blocks(p));
+    }
+  }
+  for (size_t phase = 0; phase < kPhases; ++phase) {
+    blocks_.step_groups([&](size_t group) { return group % kPhases == phase; },
                         [&](size_t, const BlockedPlan&) { return minus_one; }, found_inf,
-                        [&](size_t group) { return known[group]; });
-    stream_->end_stage();
+                        [&](size_t group) {
+                          const bool ends = phase > 0 && group == last;
+                          return SharedInputs{known[group], ends ? [&] { stream_->end_stage(); }
+                                                                 : std::function<void()>()};
+                        });
+    stream_->end_stages(phase == 0 ? 1 : kStages);
   }
   for (const auto& [dtype, exchange] : exchanges_) {
     send_updates(exchange, findings);

@@ -98,20 +98,21 @@ void BlockProducts::update_statistics(const cuda_kernels::StepControl* control) 
   }
 }
 
-std::vector<std::vector<BlockProducts::Piece>> BlockProducts::split_parts() const {
+std::vector<std::vector<BlockProducts::Piece>> BlockProducts::split_parts(
+    const std::vector<Piece>& blocks) const {
   std::vector<std::vector<Piece>> parts;
   int64_t room = 0;
-  for (size_t b = 0; b < batches_.size(); ++b) {
+  for (const auto& [b, first, all] : blocks) {
     if (!workspace_.is_split(b)) {
       continue;
     }
     const int64_t elements = operand_elements(batches_[b].sizes);
-    for (int64_t start = 0; start < batches_[b].count;) {
+    for (int64_t start = first; start < first + all;) {
       if (parts.empty() || room < elements) {
         parts.emplace_back();
         room = std::max(kOperandsInFlight, elements);
       }
-      const int64_t count = std::min(batches_[b].count - start, room / elements);
+      const int64_t count = std::min(first + all - start, room / elements);
       parts.back().push_back({b, start, count});
       start += count;
       room -= count * elements;
@@ -120,8 +121,8 @@ std::vector<std::vector<BlockProducts::Piece>> BlockProducts::split_parts() cons
   return parts;
 }
 
-void BlockProducts::precondition() const {
-  const auto parts = split_parts();
+void BlockProducts::precondition(const std::vector<Piece>& blocks) const {
+  const auto parts = split_parts(blocks);
   if (!parts.empty()) {
     int64_t elements = 0, pieces = 0;
     for (const auto& part : parts) {
@@ -139,9 +140,9 @@ void BlockProducts::precondition() const {
       precondition_part(part, operands);
     }
   }
-  for (size_t b = 0; b < batches_.size(); ++b) {
-    if (!workspace_.is_split(b)) {
-      precondition_floats(b);
+  for (const Piece& piece : blocks) {
+    if (!workspace_.is_split(piece.batch)) {
+      precondition_floats(piece);
     }
   }
 }
@@ -195,12 +196,13 @@ void BlockProducts::precondition_part(const std::vector<Piece>& part,
   multiply(ProductKind::kBySymmetric, second);  // R_1 m R_2
 }
 
-void BlockProducts::precondition_floats(size_t b) const {
+void BlockProducts::precondition_floats(const Piece& blocks) const {
+  const auto [b, first, all] = blocks;
   const MatrixBatch& batch = batches_[b];
   const bool is_vector = batch.sizes.size() == 1;
   const int64_t at_once = std::max<int64_t>(1, kOperandsInFlight / operand_elements(batch.sizes));
-  for (int64_t start = 0; start < batch.count; start += at_once) {
-    const int64_t count = std::min(at_once, batch.count - start);
+  for (int64_t start = first; start < first + all; start += at_once) {
+    const int64_t count = std::min(at_once, first + all - start);
     const auto root = [&](size_t mode) {
       return batch.roots[mode].narrow(0, start, count).to(at::kFloat);
     };

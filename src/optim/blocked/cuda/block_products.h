@@ -21,22 +21,22 @@ class BlockProducts {
 
   // L_i <- b2 L_i + (1 - b2) mat_i(g) mat_i(g)^T. control: on the device.
   void update_statistics(const cuda_kernels::StepControl* control) const;
-  // d = m x_1 R_1 ... x_k R_k.
-  void precondition() const;
-
- private:
   // Some matrices of a batch.
   struct Piece {
     size_t batch;
     int64_t start, count;
   };
+  // d = m x_1 R_1 ... x_k R_k, of the blocks of these.
+  void precondition(const std::vector<Piece>& blocks) const;
+
+ private:
   class PartOperands;
 
   // Operands are their hi parts alone.
   bool is_single() const { return precision_ == linalg::detail::MatmulPrecision::kHigh; }
-  std::vector<std::vector<Piece>> split_parts() const;
+  std::vector<std::vector<Piece>> split_parts(const std::vector<Piece>& blocks) const;
   void precondition_part(const std::vector<Piece>& part, PartOperands& operands) const;
-  void precondition_floats(size_t b) const;
+  void precondition_floats(const Piece& blocks) const;
 
   std::span<const MatrixBatch> batches_;
   const BlockWorkspace& workspace_;

@@ -12,6 +12,10 @@ namespace torchium::optim::detail {
 template <typename Entry>
 class KernelTables {
  public:
+  // Tiles are counted from `first_tile` on.
+  explicit KernelTables(int first_tile) : tiles_(first_tile) {}
+  KernelTables() = default;
+
   static constexpr size_t kCapacity = cuda_kernels::Table<Entry>::kCapacity;
 
   // Returns the number of the entry.
@@ -35,6 +39,7 @@ class KernelTables {
   const Entry& operator[](size_t number) const {
     return tables_[number / kCapacity].entries[number % kCapacity];
   }
+  // The end of the last tile.
   int tiles() const { return tiles_; }
   auto begin() const { return tables_.begin(); }
   auto end() const { return tables_.end(); }

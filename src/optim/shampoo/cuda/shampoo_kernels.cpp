@@ -116,11 +116,19 @@ class ShampooKernels : public ShampooSubset {
 
   void moments(const ShampooRun& run) override;
   void statistics(const ShampooRun& run) override;
-  void precondition(const ShampooRun& run) override;
-  void apply(const ShampooRun& run) override;
+  void precondition(const ShampooRun& run, size_t stage) override;
+  void apply(const ShampooRun& run, size_t stage) override;
   void end() override;
 
  private:
+  // The parameters whose updates are computed together.
+  struct Stage {
+    KernelTables<ParameterEntry> tables;
+    std::vector<TablePlace> places;  // of parameters that have elements
+    std::vector<BlockProducts::Piece> blocks;
+  };
+  void add(Stage& stage, ParameterEntry entry, const ShampooOptions& o, size_t i);
+  std::vector<BlockProducts::Piece> blocks_of(size_t stage) const;
   BlockProducts products() const { return {batches_, workspace_, precision_, stream_}; }
   cuda_kernels::StepBuffers buffers() const;
 
@@ -129,8 +137,7 @@ class ShampooKernels : public ShampooSubset {
   DeviceCheck& check_;
   at::TensorOptions options_;  // of float32 buffers
   BlockWorkspace workspace_;
-  KernelTables<ParameterEntry> tables_;
-  std::vector<TablePlace> places_;  // of parameters that have elements
+  std::vector<Stage> stages_;
   // Of one step.
   cudaStream_t stream_ = nullptr;
   MatmulPrecision precision_ = MatmulPrecision::kHighest;
@@ -147,20 +154,49 @@ ShampooKernels::ShampooKernels(const ShampooOptions& o, const ShampooGroup& grou
       workspace_(batches, o.block_size(), options_, beta1(o) > 0.0) {
   std::vector<ParameterEntry> entries(group.params.size());
   workspace_.place(entries);
-  for (const size_t i : members) {
-    ParameterEntry& entry = entries[i];
-    check.set_updated(i);
-    if (beta1(o) > 0.0 && entry.in_fp16 != 0) {  // the average bounds the operands
-      check.add_scan(group.states[i].exp_avg, i, cuda_kernels::ScanKind::kAverage,
-                     std::numeric_limits<double>::infinity(), nullptr);
+  int tiles = 0;
+  for (size_t stage = 0; stage < group.stage_count(); ++stage) {
+    stages_.push_back({KernelTables<ParameterEntry>(tiles), {}, blocks_of(stage)});
+    for (const size_t i : members) {
+      if (group.stages[i] == stage) {
+        add(stages_.back(), entries[i], o, i);
+      }
     }
-    if (group.params[i].numel() > 0) {
-      fill_entry(entry, o, group, i);
-      const int block_size = block_size_of(entry, kernel_block_size(o));
-      const int tiles = TileGrid(entry.rows, entry.columns, block_size).tiles;
-      places_.push_back({i, tables_.add(entry, tiles), entry.by_fours});
+    tiles = stages_.back().tables.tiles();
+  }
+}
+
+void ShampooKernels::add(Stage& stage, ParameterEntry entry, const ShampooOptions& o, size_t i) {
+  check_.set_updated(i);
+  if (beta1(o) > 0.0 && entry.in_fp16 != 0) {  // the average bounds the operands
+    check_.add_scan(group_.states[i].exp_avg, i, cuda_kernels::ScanKind::kAverage,
+                    std::numeric_limits<double>::infinity(), nullptr);
+  }
+  if (group_.params[i].numel() > 0) {
+    fill_entry(entry, o, group_, i);
+    const int block_size = block_size_of(entry, kernel_block_size(o));
+    const int tiles = TileGrid(entry.rows, entry.columns, block_size).tiles;
+    stage.places.push_back({i, stage.tables.add(entry, tiles), entry.by_fours});
+  }
+}
+
+// Neighbours in a batch as one piece.
+std::vector<BlockProducts::Piece> ShampooKernels::blocks_of(size_t stage) const {
+  std::vector<BlockProducts::Piece> pieces;
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    for (const auto& [param, shape, start] : batches_[b].entries) {
+      if (group_.stages[param] != stage) {
+        continue;
+      }
+      if (!pieces.empty() && pieces.back().batch == b &&
+          pieces.back().start + pieces.back().count == start) {
+        pieces.back().count += shape->count();
+      } else {
+        pieces.push_back({b, start, shape->count()});
+      }
     }
   }
+  return pieces;
 }
 
 cuda_kernels::StepBuffers ShampooKernels::buffers() const {
@@ -180,18 +216,21 @@ void ShampooKernels::moments(const ShampooRun& run) {
   precision_ = linalg::detail::matmul_precision(o.matmul_precision());
   workspace_.set_aside(precision_);
   if (o.grafting().has_value()) {
-    grafted_squares_ = at::empty({tables_.tiles()}, options_);
-    direction_squares_ = at::empty({tables_.tiles()}, options_);
+    const int tiles = stages_.back().tables.tiles();
+    grafted_squares_ = at::empty({tiles}, options_);
+    direction_squares_ = at::empty({tiles}, options_);
   }
-  for (const TablePlace& place : places_) {
-    set_gradient(tables_[place.entry], check_.gradient_kind(place.param), place.by_fours);
-  }
-  for (const auto& table : tables_) {
-    C10_CUDA_CHECK(gather_gradients(element_rule(o, group_.role), table, buffers(), stream_));
-  }
-  for (const TablePlace& place : places_) {
-    for (const at::Tensor* tensor : elementwise_state(group_.states[place.param])) {
-      note_change(*tensor);
+  for (Stage& stage : stages_) {
+    for (const TablePlace& place : stage.places) {
+      set_gradient(stage.tables[place.entry], check_.gradient_kind(place.param), place.by_fours);
+    }
+    for (const auto& table : stage.tables) {
+      C10_CUDA_CHECK(gather_gradients(element_rule(o, group_.role), table, buffers(), stream_));
+    }
+    for (const TablePlace& place : stage.places) {
+      for (const at::Tensor* tensor : elementwise_state(group_.states[place.param])) {
+        note_change(*tensor);
+      }
     }
   }
 }
@@ -205,21 +244,23 @@ void ShampooKernels::statistics(const ShampooRun&) {
   }
 }
 
-void ShampooKernels::precondition(const ShampooRun&) {
-  workspace_.set_aside_directions();
-  products().precondition();
+void ShampooKernels::precondition(const ShampooRun&, size_t stage) {
+  if (stage == 0) {
+    workspace_.set_aside_directions();
+  }
+  products().precondition(stages_[stage].blocks);
 }
 
-void ShampooKernels::apply(const ShampooRun& run) {
+void ShampooKernels::apply(const ShampooRun& run, size_t stage) {
   const auto rule = element_rule(run.options, group_.role);
   const at::Tensor lr = readable_learning_rate(run.lr);
-  for (const auto& table : tables_) {
+  for (const auto& table : stages_[stage].tables) {
     if (run.options.grafting().has_value()) {
       C10_CUDA_CHECK(sum_directions(rule, table, buffers(), stream_));
     }
     C10_CUDA_CHECK(update_parameters(rule, table, buffers(), learning_rate(lr), stream_));
   }
-  for (const TablePlace& place : places_) {
+  for (const TablePlace& place : stages_[stage].places) {
     note_change(group_.params[place.param]);
   }
 }
