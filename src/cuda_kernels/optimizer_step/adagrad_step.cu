@@ -17,7 +17,7 @@ __device__ void update_elements(const AdagradRule& rule, const AdagradEntry& ent
     d.lane[i] = root > 0 ? g.lane[i] / root : 0;  // 0 / 0 becomes 0
   }
   store_floats<N>(entry.sum, offset, sum);
-  move_parameter<N>({.lr = lr}, entry.param, entry.param_type, nullptr, offset, d);
+  move_parameter<N>({.lr = lr}, entry.param, entry.param_type, offset, nullptr, offset, d);
 }
 
 template <int bytes>

@@ -240,8 +240,8 @@ __global__ void __launch_bounds__(kElementThreads)
   for_each_place(entry, tile, [&](const Place& place) {
     const float d = direction == nullptr ? gradient(entry, numbers, place.in_param)
                                          : nu * direction[place.packed];
-    move_parameter<1>(factors, entry.param, entry.param_type, entry.momentum_buffer, place.in_param,
-                      {d});
+    move_parameter<1>(factors, entry.param, entry.param_type, place.in_param, entry.momentum_buffer,
+                      place.in_param, {d});
   });
 }
 

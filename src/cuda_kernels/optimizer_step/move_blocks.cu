@@ -35,7 +35,7 @@ struct Move {
   template <int N>
   __device__ void operator()(const MovedBlock& block, int i, int64_t offset) const {
     const Lanes<N> d = load_floats<N>(block.values, i);
-    move_parameter<N>(factors, block.tensor, block.type, nullptr, offset, d);
+    move_parameter<N>(factors, block.tensor, block.type, offset, nullptr, offset, d);
   }
 };
 

@@ -56,13 +56,14 @@ struct UpdateFactors {
 };
 
 // p <- (1 - lr wd) p - lr d, or by momentum, which has a buffer that is not null. from_zero: p
-// counts as zero. Entries of d that
-// are not finite count as zero, and p stops at the largest number of its type.
+// counts as zero. Entries of d that are not finite count as zero, and p stops at the largest number
+// of its type. `in_param`, `offset`: of the elements in the parameter, and in the buffer.
 template <int N>
 __device__ void move_parameter(const UpdateFactors& factors, void* param, ElementType type,
-                               float* momentum_buffer, int64_t offset, Lanes<N> d) {
+                               int64_t in_param, float* momentum_buffer, int64_t offset,
+                               Lanes<N> d) {
   Lanes<N> p = {};
-  if (!factors.from_zero) p = load_elements<N>(param, type, offset);
+  if (!factors.from_zero) p = load_elements<N>(param, type, in_param);
 #pragma unroll
   for (int i = 0; i < N; ++i) d.lane[i] = isfinite(d.lane[i]) ? d.lane[i] : 0;
   if (factors.decoupled_weight_decay != 0) {
@@ -83,7 +84,7 @@ __device__ void move_parameter(const UpdateFactors& factors, void* param, Elemen
   for (int i = 0; i < N; ++i) {
     p.lane[i] = saturated(fmaf(-factors.lr, d.lane[i], p.lane[i]), largest_of(type));
   }
-  store_elements<N>(param, type, offset, p);
+  store_elements<N>(param, type, in_param, p);
 }
 
 }  // namespace torchium::cuda_kernels

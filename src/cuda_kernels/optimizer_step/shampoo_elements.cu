@@ -49,7 +49,8 @@ struct Tile {
     strips = (height + grid.strip_rows - 1) / grid.strip_rows;
   }
 
-  // Calls body(offset in the parameter, offset in the block workspace) for every N neighbours.
+  // Calls body(offset in the state, offset in the block workspace, offset in the parameter) for
+  // every N neighbours.
   template <int N, typename Body>
   __device__ void for_each(const Body& body) const {
     const int across = columns / N;
@@ -57,7 +58,8 @@ struct Tile {
     for (int i = static_cast<int>(threadIdx.x); i < rows * across; i += kElementThreads) {
       const int r = i / across, c = static_cast<int>(column) + i % across * N;
       const int place = inner == 1 ? c : c % inner * outer + c / inner;
-      body((row + r) * parameter.columns + place, first + int64_t{i} * N);
+      body((row + r) * parameter.columns + place, first + int64_t{i} * N,
+           (row + r) * parameter.param_stride + place);
     }
   }
 };
@@ -213,7 +215,7 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
   const bool has_matrices = entry.direction == Direction::kMatrices;
   const bool takes_norms = rule.grafting && entry.direction != Direction::kGrafted;
   float grafted_squares = 0, direction_squares = 0;
-  tile.for_each<N>([&](int64_t offset, int64_t place) {
+  tile.for_each<N>([&](int64_t offset, int64_t place, int64_t) {
     const Elements<N> elements(rule, entry, inputs, offset);
     const Lanes<N> g = elements.gradient();
     const Lanes<N> m = elements.moved_average(g);
@@ -239,8 +241,9 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
 __device__ void clear_tile(const StepBuffers& buffers, const Tile& tile) {
   if (tile.parameter.direction != Direction::kMatrices) return;
   const StepNumbers& numbers = buffers.numbers[tile.parameter.index];
-  tile.for_each<1>(
-      [&](int64_t, int64_t place) { store_blocks<1>(buffers, tile, numbers, place, {0}, {0}); });
+  tile.for_each<1>([&](int64_t, int64_t place, int64_t) {
+    store_blocks<1>(buffers, tile, numbers, place, {0}, {0});
+  });
 }
 
 template <int bytes>
@@ -271,8 +274,9 @@ __global__ void __launch_bounds__(kElementThreads)
   float sum = 0;
   const auto add = [&](auto lanes) {
     constexpr int N = decltype(lanes)::value;
-    tile.for_each<N>(
-        [&](int64_t, int64_t place) { sum += squares(load_floats<N>(buffers.directions, place)); });
+    tile.for_each<N>([&](int64_t, int64_t place, int64_t) {
+      sum += squares(load_floats<N>(buffers.directions, place));
+    });
   };
   if (tile.parameter.by_fours) {
     add(std::integral_constant<int, 4>());
@@ -291,7 +295,7 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
   const Inputs inputs(numbers);
   const UpdateFactors factors{lr, rule.decoupled_weight_decay, rule.momentum, rule.nesterov,
                               rule.from_zero};
-  tile.for_each<N>([&](int64_t offset, int64_t place) {
+  tile.for_each<N>([&](int64_t offset, int64_t place, int64_t in_param) {
     const Elements<N> elements(rule, entry, inputs, offset);
     Lanes<N> d;
     if (numbers.started == 0 || entry.direction == Direction::kGrafted) {
@@ -303,7 +307,8 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
 #pragma unroll
       for (int i = 0; i < N; ++i) d.lane[i] *= scale;
     }
-    move_parameter<N>(factors, entry.param, entry.param_type, entry.momentum_buffer, offset, d);
+    move_parameter<N>(factors, entry.param, entry.param_type, in_param, entry.momentum_buffer,
+                      offset, d);
   });
 }
 

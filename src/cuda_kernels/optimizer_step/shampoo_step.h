@@ -19,8 +19,8 @@ enum class Direction : uint8_t {
 };
 
 // A parameter of order one or two after merging, seen as a matrix that is cut into blocks. All its
-// tensors have one memory layout, the gradient (in StepNumbers) too; state is float32 and null
-// where it is not used.
+// tensors have one memory layout, the gradient (in StepNumbers) too, but for the stride of the
+// parameter; state is float32 and null where it is not used.
 struct ParameterEntry {
   void* param;
   float* exp_avg;
@@ -33,6 +33,7 @@ struct ParameterEntry {
   int matrices[4];  // the same, counted in blocks of the fp16 workspace
   uint8_t in_fp16;  // bit i: blocks of blocks[i] are stored in fp16
   int rows, columns;
+  int64_t param_stride;  // between rows of the parameter alone; columns where it has that layout
   // Column c lies at (c % inner) (columns / inner) + c / inner of its row: 1, or the kernel
   // positions of a convolution in channels-last layout.
   int inner;

@@ -216,12 +216,12 @@ void BlockedPlan::update_preconditioners() {
   report();
 }
 
-std::vector<size_t> BlockedPlan::stages() const {
-  std::vector<size_t> stages;
+std::vector<BlockUpdate> BlockedPlan::updates() const {
+  std::vector<BlockUpdate> updates;
   for (const size_t i : active()) {
-    stages.push_back(stages_.empty() ? 0 : stages_[i]);
+    updates.push_back(updates_.empty() ? BlockUpdate() : updates_[i]);
   }
-  return stages;
+  return updates;
 }
 
 void BlockedPlan::renew_roots(const std::vector<at::Tensor>&, const StateList&, at::Tensor) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "optim/blocked/block_storage.h"
+#include "optim/blocked/block_update.h"
 #include "optim/core/options.h"
 #include "optim/core/step_plan.h"
 
@@ -48,9 +49,8 @@ class BlockedPlan : public StepPlan {
   // False where the state has to follow them: fit() and bind() come before the next step.
   bool set_options(const Options& options);
 
-  // The stages in which the updates of the parameters are wanted, for the next bind(): those of a
-  // stage are computed before those of the next, see SharedInputs.
-  void set_stages(std::vector<size_t> stages) { stages_ = std::move(stages); }
+  // Of the parameters of the next bind().
+  void set_updates(std::vector<BlockUpdate> updates) { updates_ = std::move(updates); }
 
   // Brings the states of parameters on this device into the form that a step takes: checks existing
   // state, converts it to the parameter's dtype and device, lays matrices side by side, creates
@@ -79,7 +79,7 @@ class BlockedPlan : public StepPlan {
 
  protected:
   // Of the active parameters.
-  std::vector<size_t> stages() const;
+  std::vector<BlockUpdate> updates() const;
 
   // ---- what an optimizer defines
 
@@ -114,7 +114,7 @@ class BlockedPlan : public StepPlan {
   std::string changes_since(const StateEntry& entry) const;
   void fit_buffers(StateEntry& entry, bool is_new) const;
 
-  std::vector<size_t> stages_;
+  std::vector<BlockUpdate> updates_;
 };
 
 // A plan with options of this type; `graphs` among them is whether it captures its

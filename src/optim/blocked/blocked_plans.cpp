@@ -155,7 +155,7 @@ void BlockedPlans::bind(std::vector<BlockedGroup>& groups, Active active) {
 void BlockedPlans::adopt(Draft& draft, BlockedGroup& group) {
   std::vector<at::Tensor> params;
   std::vector<ParameterState> states;
-  std::vector<size_t> stages;
+  std::vector<BlockUpdate> updates;
   for (size_t k = 0; k < draft.entries.size(); ++k) {
     StateEntry& entry = draft.entries[k];
     group.states[draft.positions[k]] = entry.state;
@@ -171,9 +171,9 @@ void BlockedPlans::adopt(Draft& draft, BlockedGroup& group) {
     has_all_states_ = has_all_states_ && (is_complete || entry.state.is_empty());
     states.push_back(is_complete ? entry.state : ParameterState());
     params.push_back(entry.param);
-    stages.push_back(group.stages.empty() ? 0 : group.stages[draft.positions[k]]);
+    updates.push_back(group.updates.empty() ? BlockUpdate() : group.updates[draft.positions[k]]);
   }
-  draft.plan->set_stages(std::move(stages));
+  draft.plan->set_updates(std::move(updates));
   draft.plan->bind(std::move(params), std::move(states), std::move(draft.host_steps));
 }
 
@@ -229,6 +229,26 @@ void BlockedPlans::step_groups(const std::function<bool(size_t group)>& includes
     if (includes(each.group)) {
       each.plan->step(lr(each.group, *each.plan), found_inf(each.group), shared(each.group));
     }
+  }
+}
+
+bool BlockedPlans::defers(size_t group) const {
+  return std::ranges::any_of(
+      plans_, [&](const GroupPlan& each) { return each.group == group && each.plan->defers(); });
+}
+
+void BlockedPlans::finish_groups(
+    const std::function<void(size_t group, BlockedPlan& plan)>& finish) {
+  for (const GroupPlan& each : plans_) {
+    if (each.plan->defers()) {
+      finish(each.group, *each.plan);
+    }
+  }
+}
+
+void BlockedPlans::abandon() {
+  for (const GroupPlan& each : plans_) {
+    each.plan->abandon();
   }
 }
 

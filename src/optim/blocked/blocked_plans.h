@@ -27,9 +27,9 @@ namespace torchium::optim::detail {
 struct BlockedGroup {
   std::shared_ptr<const torch::optim::OptimizerOptions> options;
   std::vector<at::Tensor> params;
-  std::vector<std::string> names;      // in the model, of the first parameters; empty: unknown
-  std::vector<ParameterState> states;  // empty: none
-  std::vector<size_t> stages = {};     // in which updates are wanted; empty: one
+  std::vector<std::string> names;         // in the model, of the first parameters; empty: unknown
+  std::vector<ParameterState> states;     // empty: none
+  std::vector<BlockUpdate> updates = {};  // empty: of the parameters themselves, in one stage
   // The tensors of which the parameters are this rank's shards; null: whole. Empty: all are.
   std::vector<std::shared_ptr<const distributed::ShardedShape>> sharded = {};
 
@@ -78,6 +78,10 @@ class BlockedPlans : public torch::CustomClassHolder {
   void step_groups(const std::function<bool(size_t group)>& includes, const LearningRates& lr,
                    const std::function<at::Tensor(size_t group)>& found_inf,
                    const std::function<SharedInputs(size_t group)>& shared);
+  // Of groups whose plans defer, after their steps: StepPlan::finish(), or abandon() for all.
+  bool defers(size_t group) const;
+  void finish_groups(const std::function<void(size_t group, BlockedPlan& plan)>& finish);
+  void abandon();
   // The number by which the loss of the next step was multiplied, for plans that differentiate its
   // gradients; undefined: 1.
   void set_loss_scale(at::Tensor scale) { loss_scale_ = std::move(scale); }

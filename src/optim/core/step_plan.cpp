@@ -75,6 +75,7 @@ bool StepPlan::is_unchanged() const {
 }
 
 void StepPlan::forget_planned() {
+  is_unfinished_ = false;
   graphs_.clear();
   planned_.reset();
 }
@@ -168,7 +169,7 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf, const Sha
 
 void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
                    const SharedInputs& shared) {
-  const auto end = c10::make_scope_exit([&] {
+  auto end = c10::make_scope_exit([&] {
     planned_->set_end_of_stages({});
     planned_->end();
   });
@@ -189,6 +190,27 @@ void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::T
   const auto key = has_graph ? planned_->graph_key(host_steps) : std::nullopt;
   if (!key || !replay(*key, lr, host_steps, found_inf)) {
     planned_->run(lr, host_steps, found_inf);
+  }
+  if (planned_->defers()) {
+    is_unfinished_ = true;
+    end.release();
+  }
+}
+
+void StepPlan::finish(const at::Tensor& lr, double decoupled_weight_decay) {
+  if (!is_unfinished_) {
+    return;
+  }
+  const auto end = c10::make_scope_exit([&] { abandon(); });
+  const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device_);
+  planned_->finish(lr, decoupled_weight_decay);
+}
+
+void StepPlan::abandon() {
+  if (std::exchange(is_unfinished_, false)) {
+    planned_->set_end_of_stages({});
+    planned_->end();
   }
 }
 

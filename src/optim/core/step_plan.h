@@ -55,6 +55,10 @@ class PlannedStep {
   virtual void run(const at::Tensor& lr, at::IntArrayRef host_steps,
                    const at::Tensor& found_inf) = 0;
   virtual void end() { grads_.clear(); }
+  // Whether run() leaves the updates of the parameters to finish(), which comes before end().
+  virtual bool defers() const { return false; }
+  // p <- (1 - lr wd) p - lr d. `lr`: as of run().
+  virtual void finish(const at::Tensor& lr, double decoupled_weight_decay) {}
   // Steps with equal keys launch the same work, all of which a CUDA graph can capture. None: the
   // step cannot be captured.
   virtual std::optional<GraphKey> graph_key(at::IntArrayRef host_steps) const {
@@ -109,6 +113,12 @@ class StepPlan : public torch::CustomClassHolder {
   // device. `shared`: of the parameters of bind().
   void step(const at::Tensor& lr, const at::Tensor& found_inf = {},
             const SharedInputs& shared = {});
+
+  // Whether the planned step leaves the updates of its parameters to finish().
+  bool defers() const { return planned_ != nullptr && planned_->defers(); }
+  // After step(), where the plan defers: PlannedStep::finish(), or no update at all.
+  void finish(const at::Tensor& lr, double decoupled_weight_decay);
+  void abandon();
 
   // Whether the host decides which roots are due, so that the caller cannot capture the step.
   virtual bool host_decides() const = 0;
@@ -189,6 +199,7 @@ class StepPlan : public torch::CustomClassHolder {
   std::vector<size_t> active_;       // those with a gradient
   TensorVector active_params_;
   std::unique_ptr<PlannedStep> planned_;  // of the active parameters
+  bool is_unfinished_ = false;            // run(), but not yet end()
   int64_t state_bytes_ = 0;               // of the active parameters
   GraphMode graph_mode_ = GraphMode::kNever;
   StepGraphs graphs_;  // of planned_

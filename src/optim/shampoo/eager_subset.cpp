@@ -154,7 +154,7 @@ void EagerSubset::apply(const ShampooRun& run, size_t stage) {
   }
   const ShampooOptions& o = run.options;
   const StepScalar lr = step_.guard.learning_rate(run.lr);
-  const UpdateRule rule{.decoupled_weight_decay = decoupled_decay(o),
+  const UpdateRule rule{.decoupled_weight_decay = run.decoupled_weight_decay,
                         .momentum = o.momentum(),
                         .nesterov = o.nesterov()};
   for (const size_t i : members_) {

@@ -11,7 +11,7 @@ namespace torchium::optim::detail {
 
 std::unique_ptr<PlannedStep> ShampooPlan::plan(const std::vector<at::Tensor>& params,
                                                const StateList& states, at::Tensor status) {
-  return std::make_unique<ShampooStep>(options_, role_, params, states, stages(),
+  return std::make_unique<ShampooStep>(options_, role_, params, states, updates(),
                                        std::move(status));
 }
 

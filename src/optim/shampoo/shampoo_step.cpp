@@ -44,9 +44,9 @@ Schedule make_schedule(const ShampooOptions& o, const StateList& states,
 }  // namespace
 
 ShampooStep::ShampooStep(const ShampooOptions& options, Role role, std::vector<at::Tensor> params,
-                         StateList states, std::vector<size_t> stages, at::Tensor status)
+                         StateList states, std::vector<BlockUpdate> updates, at::Tensor status)
     : options_(options),
-      group_{role, std::move(params), std::move(states), {}, {}, std::move(stages)},
+      group_{role, std::move(params), std::move(states), {}, {}, std::move(updates)},
       status_(std::move(status)) {
   group_.blockings = make_blockings(options, group_.params, role);
   for (size_t i = 0; i < group_.params.size(); ++i) {
@@ -70,6 +70,9 @@ void ShampooStep::make_subsets() {
                     std::back_inserter(batches_));
   const std::span<MatrixBatch> all(batches_);
   all_by_kernels_ = eager.empty();
+  group_.defers = all_by_kernels_ && std::ranges::all_of(by_kernels, [&](size_t i) {
+                    return can_update_in_place(group_, i);
+                  });
   if (!by_kernels.empty()) {
     subsets_.push_back(
         make_shampoo_kernels(options_, group_, by_kernels, all.first(count), *prologue_));
@@ -81,11 +84,7 @@ void ShampooStep::make_subsets() {
 
 void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
                       const at::Tensor& found_inf) {
-  const auto end = c10::make_scope_exit([&] {
-    for (const auto& subset : subsets_) {
-      subset->end();
-    }
-  });
+  auto end = c10::make_scope_exit([&] { end_subsets(); });
   {
     const torchium::detail::Phase phase("torchium::elementwise");
     if (!prologue_->run(step_rule(options_), found_inf)) {  // t <- t + 1, unless it is skipped
@@ -93,7 +92,7 @@ void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
     }
   }
   const Schedule schedule = make_schedule(options_, group_.states, host_steps);
-  const ShampooRun run{options_, lr, grads_, schedule, *prologue_};
+  const ShampooRun run{options_, lr, grads_, schedule, *prologue_, decoupled_decay(options_)};
   const auto each = [&](const char* name, auto part, auto... stage) {
     const torchium::detail::Phase phase(name);
     for (const auto& subset : subsets_) {
@@ -116,13 +115,35 @@ void ShampooStep::run(const at::Tensor& lr, at::IntArrayRef host_steps,
   }
   for (size_t stage = 0; stage < group_.stage_count(); ++stage) {
     each("torchium::precondition", &ShampooSubset::precondition, stage);  // d <- m x_1 R_1 ... R_k
-    each("torchium::elementwise", &ShampooSubset::apply, stage);          // p <- p - lr |f| / |d| d
+    if (!group_.defers) {
+      each("torchium::elementwise", &ShampooSubset::apply, stage);  // p <- p - lr |f| / |d| d
+    }
     if (end_stage_) {
       end_stage_();
     }
   }
   if (statistics_last) {
     update_statistics();
+  }
+  if (group_.defers) {
+    end.release();
+  }
+}
+
+void ShampooStep::end_subsets() {
+  for (const auto& subset : subsets_) {
+    subset->end();
+  }
+}
+
+void ShampooStep::finish(const at::Tensor& lr, double decoupled_weight_decay) {
+  const torchium::detail::Phase phase("torchium::elementwise");
+  const Schedule schedule;
+  const ShampooRun run{options_, lr, grads_, schedule, *prologue_, decoupled_weight_decay};
+  for (const auto& subset : subsets_) {
+    for (size_t stage = 0; stage < group_.stage_count(); ++stage) {
+      subset->apply(run, stage);
+    }
   }
 }
 

@@ -22,10 +22,9 @@ class ShampooStep : public PrologueStep {
  public:
   // One parameter at least, and a state for each that fits the options
   // (BlockedPlan::fit). Keeps the tensors, which stay the caller's, and the reference: numbers
-  // among the options may change between steps. stages: BlockedPlan::set_stages(). status: see
-  // step_status.h.
+  // among the options may change between steps. status: see step_status.h.
   ShampooStep(const ShampooOptions& options, Role role, std::vector<at::Tensor> params,
-              StateList states, std::vector<size_t> stages, at::Tensor status);
+              StateList states, std::vector<BlockUpdate> updates, at::Tensor status);
   ShampooStep(const ShampooStep&) = delete;
   ShampooStep& operator=(const ShampooStep&) = delete;
 
@@ -34,9 +33,24 @@ class ShampooStep : public PrologueStep {
   void set_end_of_stages(std::function<void()> end_stage) override {
     end_stage_ = std::move(end_stage);
   }
+  void end() override {
+    end_subsets();
+    PrologueStep::end();
+  }
+  bool defers() const override { return group_.defers; }
+  std::vector<at::Tensor> results() const override {
+    return group_.defers ? subsets_[0]->results() : std::vector<at::Tensor>();
+  }
+  void set_results(at::TensorList results) override {
+    if (group_.defers) {
+      subsets_[0]->set_results(results.vec());
+    }
+  }
+  void finish(const at::Tensor& lr, double decoupled_weight_decay) override;
 
  private:
   void make_subsets();
+  void end_subsets();
   void renew_roots(const Schedule& schedule);
   bool kernels_renew_roots() const;
 

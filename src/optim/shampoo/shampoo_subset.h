@@ -3,6 +3,7 @@
 #pragma once
 
 #include "optim/blocked/block_storage.h"
+#include "optim/blocked/block_update.h"
 #include "optim/core/parameter_state.h"
 #include "optim/core/step_prologue.h"
 #include "optim/shampoo/shampoo_rules.h"
@@ -25,9 +26,12 @@ struct ShampooGroup {
   StateList states;                 // undefined: not used by the options
   std::vector<Blocking> blockings;  // without blocks if no matrices precondition
   std::vector<ParameterRule> rules;
-  std::vector<size_t> stages;  // in which their updates are computed
+  std::vector<BlockUpdate> updates;
+  bool defers = false;  // the updates change the parameters that the blocks are cut from
 
-  size_t stage_count() const { return 1 + std::ranges::max(stages); }
+  size_t stage_count() const {
+    return 1 + std::ranges::max(updates, {}, &BlockUpdate::stage).stage;
+  }
 };
 
 // Decisions of the host, per parameter.
@@ -43,6 +47,7 @@ struct ShampooRun {
   at::TensorList grads;  // of all parameters of the group
   const Schedule& schedule;
   const StepPrologue& prologue;
+  double decoupled_weight_decay;
 };
 
 // The roots of all subsets are renewed together, elsewhere.
@@ -58,6 +63,9 @@ class ShampooSubset {
   virtual void precondition(const ShampooRun& run, size_t stage) = 0;
   // Grafting, momentum, weight decay, p <- p - lr d, of the same parameters.
   virtual void apply(const ShampooRun& run, size_t stage) = 0;
+  // What apply() needs of the stages before it, where a graph has run these.
+  virtual std::vector<at::Tensor> results() const { return {}; }
+  virtual void set_results(const std::vector<at::Tensor>& results) {}
   // Frees the memory of the step.
   virtual void end() = 0;
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "distributed/ownership.h"
+#include "optim/blocked/block_update.h"
 #include "optim/blocked/blocked_plans.h"
 #include "optim/blocked/blocking.h"
 #include "optim/sharing/sharing_rules.h"
@@ -74,10 +75,6 @@ class BlockOwners {
   std::vector<std::pair<at::Tensor, std::vector<int64_t>>> given_;
 };
 
-// Elements of a contiguous tensor: rows of neighbours, `stride` elements apart.
-struct ElementRows {
-  int64_t offset, stride, columns;
-};
 // Of a rectangle that begins at `offsets` in a tensor that can be viewed as `dims`, in their order;
 // none: it is not such rows.
 std::optional<ElementRows> rows_of(const std::vector<int64_t>& dims,

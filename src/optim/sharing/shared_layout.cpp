@@ -1,5 +1,6 @@
 // The memory of SharedPlans: what this rank computes, sends and receives in a step.
 #include "distributed/buffer_layout.h"
+#include "optim/sharing/cuda/block_moves.h"
 #include "optim/sharing/shared_plans.h"
 
 #include <ATen/ATen.h>
@@ -60,6 +61,7 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
     lay_out_updates(exchange);
     lay_out_own_directions(dtype, exchange);
   }
+  find_staying();
   lay_out_sent();
   if (!stream_ || stream_->device() != device_) {
     stream_.emplace(device_);
@@ -265,6 +267,41 @@ void SharedPlans::lay_out_own_directions(at::ScalarType dtype, Exchange& exchang
       }
     }
   }
+}
+
+// The directions of parameters whose blocks stay with this rank alone need no memory of their own
+// on a GPU: the blocks' steps wait for the agreement of the ranks and then update the parameters.
+// Not for less than a bucket: the steps of small models are better off as CUDA graphs.
+void SharedPlans::find_staying() {
+  int64_t bytes = 0;
+  for (Parameter& p : parameters_) {
+    p.stays = has_staying_directions(p);
+    for (const OwnBlock& own : p.own) {
+      bytes += p.stays ? static_cast<int64_t>(own.tensor.nbytes()) : 0;
+    }
+  }
+  for (Parameter& p : parameters_) {
+    p.stays = p.stays && bytes >= sharing_.bucket_bytes;
+  }
+}
+
+bool SharedPlans::has_staying_directions(const Parameter& p) const {
+  const at::Tensor& param = p.param.tensor();
+  return param.is_cuda() && param.is_contiguous() && sharing_.comm_dtype == at::kFloat &&
+         !p.own.empty() && std::ranges::all_of(p.own, [&](const OwnBlock& own) {
+           const auto& parts = p.shared->parts[own.block];
+           return !gathers(*p.shared, own.block) && parts.size() == 1 &&
+                  parts[0].holders.size() == 1 && parts[0].holders[0].rank == ranks_.rank() &&
+                  has_block_kernel(param, own.tensor) && rows_of_part(p, parts[0]).has_value();
+         });
+}
+
+BlockUpdate SharedPlans::update_of(const Parameter& p, const OwnBlock& own) const {
+  if (p.stays) {
+    const distributed::Part& part = p.shared->parts[own.block][0];
+    return {0, p.param.tensor().detach(), *rows_of_part(p, part)};
+  }
+  return {p.stage == 0 ? 0 : p.stage - 1};
 }
 
 // The gradients that this rank gives, in the order of the parameters.

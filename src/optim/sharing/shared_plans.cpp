@@ -92,7 +92,7 @@ std::vector<BlockedGroup> SharedPlans::groups_of_blocks() const {
     BlockedGroup& group = groups[group_of_blocks(p)];
     for (const OwnBlock& own : p.own) {
       group.params.push_back(own.tensor);
-      group.stages.push_back(p.stage == 0 ? 0 : p.stage - 1);
+      group.updates.push_back(update_of(p, own));
     }
   }
   return groups;

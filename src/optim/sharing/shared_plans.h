@@ -104,7 +104,8 @@ class SharedPlans : public BlockedPlans {
     const SharedBlocks* shared;
     size_t kind;
     std::vector<OwnBlock> own;
-    size_t stage = 0;  // of these
+    size_t stage = 0;    // of these
+    bool stays = false;  // their directions do, see find_staying()
     bool is_active = false;
 
     bool is_unchanged() const;
@@ -168,19 +169,23 @@ class SharedPlans : public BlockedPlans {
   Target target_of(size_t parameter, const distributed::Part& part) const;
   void lay_out_updates(Exchange& exchange);
   void lay_out_own_directions(at::ScalarType dtype, Exchange& exchange);
+  void find_staying();
+  bool has_staying_directions(const Parameter& p) const;
+  BlockUpdate update_of(const Parameter& p, const OwnBlock& own) const;
   OwnBlock& own_block(size_t parameter, size_t block);
   const distributed::Part& part_at(const PartPlace& place) const;
   // Directions travel in stages: those without matrices first, which take little time to compute,
   // then those with matrices. The later stages are computed together, up to the products with the
   // roots: fewer matrices at a time would leave a GPU half idle.
   static constexpr size_t kStages = 5;
-  static constexpr size_t kPhases = 2;  // the first stage, and all others
+  // Of a step: the first stage; all others; directions that stay.
+  static constexpr size_t kPhases = 3;
   size_t group_of_blocks(size_t group, size_t kind, size_t phase) const {
     return (group * rules_->kinds() + kind) * kPhases + phase;
   }
   // Of the own blocks of a parameter, in blocks_.
   size_t group_of_blocks(const Parameter& p) const {
-    return group_of_blocks(p.group, p.kind, p.stage == 0 ? 0 : 1);
+    return group_of_blocks(p.group, p.kind, p.stays ? 2 : p.stage == 0 ? 0 : 1);
   }
   std::vector<BlockedGroup> groups_of_blocks() const;
   void remember_for_blocks();
@@ -211,6 +216,7 @@ class SharedPlans : public BlockedPlans {
   void finish_gradients(const StepFindings& findings);
   void exchange_gradients(const StepFindings& findings, HeldError& held);
   void step_blocks(const StepFindings& findings, const at::Tensor& skipped);
+  void finish_blocks(const StepFindings& findings, const std::vector<at::Tensor>& rates);
   void step_on_device(const LearningRates& lr, const at::Tensor& found_inf);
   at::Tensor agree_on_error(const HeldError& held);
   // Copies of parameters in other memory layouts, whose blocks are no views.

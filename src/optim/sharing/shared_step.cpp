@@ -27,7 +27,10 @@ void SharedPlans::step(const LearningRates& lr, const at::Tensor& found_inf) {
   TORCH_CHECK(!torchium::detail::is_capturing(device_),
               "step() with a process_group cannot be captured in a CUDA graph: the host reads in "
               "each step what the ranks have agreed on. Use Shampoo with capturable=True");
-  const auto release = c10::make_scope_exit([&] { release_gradients(); });
+  const auto release = c10::make_scope_exit([&] {
+    blocks_.abandon();
+    release_gradients();
+  });
   const PendingAgreement agreement = begin_agreement(lr, found_inf);
   const bool is_late = settles_late();
   StepFindings findings = is_late ? all_kept() : settle(agreement);
@@ -62,7 +65,10 @@ void SharedPlans::step_on_device(const LearningRates& lr, const at::Tensor& foun
   TORCH_CHECK(!is_new_ || !torchium::detail::is_capturing(device_),
               "step() cannot be captured yet: parameters or their state are new; run a step before "
               "the capture");
-  const auto release = c10::make_scope_exit([&] { release_gradients(); });
+  const auto release = c10::make_scope_exit([&] {
+    blocks_.abandon();
+    release_gradients();
+  });
   const PendingAgreement agreement = begin_agreement(lr, found_inf);
   StepFindings findings = all_kept();
   if (is_new_) {
@@ -103,7 +109,7 @@ void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& sk
   // A stage has ended when the last group of its phase has ended it.
   size_t last = 0;
   for (const Parameter& p : parameters_) {
-    if (p.stage > 0 && p.is_active) {
+    if (p.stage > 0 && p.is_active) {  // of the second phase
       last = std::max(last, group_of_blocks(p));
     }
   }
@@ -111,7 +117,7 @@ void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& sk
     blocks_.step_groups([&](size_t group) { return group % kPhases == phase; },
                         [&](size_t, const BlockedPlan&) { return minus_one; }, found_inf,
                         [&](size_t group) {
-                          const bool ends = phase > 0 && group == last;
+                          const bool ends = phase == 1 && group == last;
                           return SharedInputs{known[group], ends ? [&] { stream_->end_stage(); }
                                                                  : std::function<void()>()};
                         });
@@ -195,7 +201,8 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
                                                           const StepFindings& findings) const {
   std::vector<Update> updates;
   for (const auto& [target, values] : exchange.own_directions) {
-    if (steps(parameters_[target.parameter], findings)) {
+    const Parameter& p = parameters_[target.parameter];
+    if (steps(p, findings) && !(p.stays && blocks_.defers(group_of_blocks(p)))) {
       const at::Tensor travelling = in_dtype(values, exchange.updates->comm_dtype());
       updates.push_back({&target, in_dtype(travelling, dtype).contiguous()});
     }
@@ -310,12 +317,24 @@ void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& l
     });
     held.run([&] { apply(own_updates(exchange, dtype, findings), rates, copies); });
   }
+  held.run([&] { finish_blocks(findings, rates); });
   held.run([&] { finish_parameters(findings, copies, taken); });
   if (held.is_set() && has_directions) {  // the next step of all ranks raises too
     note_failure(
         at::full({1}, distributed::failure_of_rank(ranks_, distributed::FailedPart::kLastUpdate),
                  at::TensorOptions(device_).dtype(at::kLong)));
   }
+}
+
+// The updates of blocks whose directions stay.
+void SharedPlans::finish_blocks(const StepFindings& findings,
+                                const std::vector<at::Tensor>& rates) {
+  blocks_.finish_groups([&](size_t group, BlockedPlan& plan) {
+    const size_t g = group / (rules_->kinds() * kPhases);
+    if (is_kept(findings, g)) {
+      plan.finish(rates[g], rules_->decoupled_decay(*options_[g]));
+    }
+  });
 }
 
 // taken: of the groups.

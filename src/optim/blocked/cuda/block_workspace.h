@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -30,6 +31,8 @@ class BlockWorkspace {
   // Allocates directions. Later than the rest: roots, which come in between, need memory
   // themselves.
   void set_aside_directions();
+  const at::Tensor& directions() const { return directions_; }
+  void set_directions(at::Tensor directions) { directions_ = std::move(directions); }
   void free_all();
 
   bool is_split(size_t b) const { return places_[b].is_split; }

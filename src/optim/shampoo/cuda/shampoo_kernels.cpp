@@ -62,6 +62,23 @@ int kernel_block_size(const ShampooOptions& o) {
   return static_cast<int>(std::min<int64_t>(o.block_size(), 1 << 30));
 }
 
+// Blocks with matrices are a matrix, others one row.
+int entry_rows(const ShampooGroup& group, size_t i) {
+  const Blocking& blocking = group.blockings[i];
+  const bool is_matrix = blocking.order() == 2 && group.rules[i] == ParameterRule::kMatrices;
+  return is_matrix ? static_cast<int>(blocking.dims[0]) : 1;
+}
+
+// Instead of its block, of which the columns are known.
+void set_updated_param(ParameterEntry& entry, const BlockUpdate& update) {
+  const auto& [stage, param, rows] = update;
+  entry.param = static_cast<char*>(param.mutable_data_ptr()) +
+                rows.offset * static_cast<int64_t>(param.element_size());
+  entry.param_type = element_type(param.scalar_type());
+  entry.param_stride = rows.columns == entry.columns ? rows.stride : entry.columns;
+  entry.by_fours &= aligned_to_four(param) && rows.offset % 4 == 0 && entry.param_stride % 4 == 0;
+}
+
 // Fills all but the places of blocks, `first_tile` and the gradient.
 void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
                 const ShampooGroup& group, size_t i) {
@@ -70,15 +87,15 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
   const ParameterState& state = group.states[i];
   entry.direction = direction(group.rules[i]);
   // The blocks of a diagonal, which grafting gives their norms, are those of the flat parameter.
-  const bool is_matrix = blocking.order() == 2 && entry.direction == Direction::kMatrices;
   const int block_size = block_size_of(entry, kernel_block_size(o));
   entry.param = param.mutable_data_ptr();
   entry.exp_avg = floats(state.exp_avg);
   entry.second_moment = floats(state.grafting_second_moment);
   entry.momentum_buffer = floats(state.momentum_buffer);
   entry.diagonal = floats(state.diagonal);
-  entry.rows = is_matrix ? static_cast<int>(blocking.dims[0]) : 1;
+  entry.rows = entry_rows(group, i);
   entry.columns = static_cast<int>(param.numel() / entry.rows);
+  entry.param_stride = entry.columns;
   entry.inner = entry.direction == Direction::kGrafted
                     ? 1
                     : static_cast<int>(inner_dimension(param, blocking));
@@ -89,13 +106,17 @@ void fill_entry(cuda_kernels::ParameterEntry& entry, const ShampooOptions& o,
                    (entry.columns <= block_size || block_size % 4 == 0) && aligned_to_four(param) &&
                    std::all_of(tensors.begin(), tensors.end(),
                                [](const at::Tensor* tensor) { return aligned_to_four(*tensor); });
+  if (group.defers) {
+    set_updated_param(entry, group.updates[i]);
+  }
 }
 
-cuda_kernels::ElementRule element_rule(const ShampooOptions& o, Role role) {
+cuda_kernels::ElementRule element_rule(const ShampooRun& run, const ShampooGroup& group) {
+  const ShampooOptions& o = run.options;
   return {.block_size = kernel_block_size(o),
           .maximize = o.maximize(),
           .weight_decay = static_cast<float>(l2_penalty(o)),
-          .decoupled_weight_decay = static_cast<float>(decoupled_decay(o)),
+          .decoupled_weight_decay = static_cast<float>(run.decoupled_weight_decay),
           .beta1 = static_cast<float>(beta1(o)),
           .moment_beta = static_cast<float>(moment_beta(o)),
           .diagonal_beta = static_cast<float>(beta2(o)),
@@ -104,7 +125,7 @@ cuda_kernels::ElementRule element_rule(const ShampooOptions& o, Role role) {
           .momentum = static_cast<float>(o.momentum()),
           .nesterov = o.nesterov(),
           .grafting = o.grafting().has_value(),
-          .from_zero = role == Role::kDirection};
+          .from_zero = group.role == Role::kDirection && !group.defers};
 }
 
 // Keeps the tables of the kernels from step to step; memory is allocated for one step alone.
@@ -118,6 +139,8 @@ class ShampooKernels : public ShampooSubset {
   void statistics(const ShampooRun& run) override;
   void precondition(const ShampooRun& run, size_t stage) override;
   void apply(const ShampooRun& run, size_t stage) override;
+  std::vector<at::Tensor> results() const override;
+  void set_results(const std::vector<at::Tensor>& results) override;
   void end() override;
 
  private:
@@ -158,7 +181,7 @@ ShampooKernels::ShampooKernels(const ShampooOptions& o, const ShampooGroup& grou
   for (size_t stage = 0; stage < group.stage_count(); ++stage) {
     stages_.push_back({KernelTables<ParameterEntry>(tiles), {}, blocks_of(stage)});
     for (const size_t i : members) {
-      if (group.stages[i] == stage) {
+      if (group.updates[i].stage == stage) {
         add(stages_.back(), entries[i], o, i);
       }
     }
@@ -185,7 +208,7 @@ std::vector<BlockProducts::Piece> ShampooKernels::blocks_of(size_t stage) const 
   std::vector<BlockProducts::Piece> pieces;
   for (size_t b = 0; b < batches_.size(); ++b) {
     for (const auto& [param, shape, start] : batches_[b].entries) {
-      if (group_.stages[param] != stage) {
+      if (group_.updates[param].stage != stage) {
         continue;
       }
       if (!pieces.empty() && pieces.back().batch == b &&
@@ -225,7 +248,7 @@ void ShampooKernels::moments(const ShampooRun& run) {
       set_gradient(stage.tables[place.entry], check_.gradient_kind(place.param), place.by_fours);
     }
     for (const auto& table : stage.tables) {
-      C10_CUDA_CHECK(gather_gradients(element_rule(o, group_.role), table, buffers(), stream_));
+      C10_CUDA_CHECK(gather_gradients(element_rule(run, group_), table, buffers(), stream_));
     }
     for (const TablePlace& place : stage.places) {
       for (const at::Tensor* tensor : elementwise_state(group_.states[place.param])) {
@@ -252,17 +275,28 @@ void ShampooKernels::precondition(const ShampooRun&, size_t stage) {
 }
 
 void ShampooKernels::apply(const ShampooRun& run, size_t stage) {
-  const auto rule = element_rule(run.options, group_.role);
+  const auto rule = element_rule(run, group_);
   const at::Tensor lr = readable_learning_rate(run.lr);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();  // finish() may have another
   for (const auto& table : stages_[stage].tables) {
     if (run.options.grafting().has_value()) {
-      C10_CUDA_CHECK(sum_directions(rule, table, buffers(), stream_));
+      C10_CUDA_CHECK(sum_directions(rule, table, buffers(), stream));
     }
-    C10_CUDA_CHECK(update_parameters(rule, table, buffers(), learning_rate(lr), stream_));
+    C10_CUDA_CHECK(update_parameters(rule, table, buffers(), learning_rate(lr), stream));
   }
   for (const TablePlace& place : stages_[stage].places) {
     note_change(group_.params[place.param]);
   }
+}
+
+std::vector<at::Tensor> ShampooKernels::results() const {
+  return {workspace_.directions(), grafted_squares_, direction_squares_};
+}
+
+void ShampooKernels::set_results(const std::vector<at::Tensor>& results) {
+  workspace_.set_directions(results[0]);
+  grafted_squares_ = results[1];
+  direction_squares_ = results[2];
 }
 
 void ShampooKernels::end() {
@@ -289,6 +323,16 @@ bool has_shampoo_kernels(const ShampooGroup& group, size_t i) {
          });
 }
 
+bool can_update_in_place(const ShampooGroup& group, size_t i) {
+  const auto& [stage, param, rows] = group.updates[i];
+  if (!param.defined() || param.scalar_type() == at::kDouble) {
+    return false;
+  }
+  const int64_t elements = group.params[i].numel();
+  return elements == 0 || rows.columns == elements ||
+         rows.columns * entry_rows(group, i) == elements;
+}
+
 std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions& o,
                                                     const ShampooGroup& group,
                                                     const std::vector<size_t>& members,
@@ -301,6 +345,7 @@ std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions& o,
 #else
 
 bool has_shampoo_kernels(const ShampooGroup&, size_t) { return false; }
+bool can_update_in_place(const ShampooGroup&, size_t) { return false; }
 
 std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions&, const ShampooGroup&,
                                                     const std::vector<size_t>&,

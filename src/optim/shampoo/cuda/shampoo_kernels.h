@@ -15,6 +15,9 @@ namespace torchium::optim::detail {
 // memory layout that its state shares, with float32 state. Never in a build without CUDA.
 bool has_shampoo_kernels(const ShampooGroup& group, size_t param);
 
+// For such a parameter: whether they can update what its block is cut from instead of the block.
+bool can_update_in_place(const ShampooGroup& group, size_t param);
+
 // For such parameters; see make_eager_subset(). `prologue` is that of the group.
 std::unique_ptr<ShampooSubset> make_shampoo_kernels(const ShampooOptions& options,
                                                     const ShampooGroup& group,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchium
+from cuda_launches import kernels_of
 from group_tools import assert_same_on_all_ranks
 from ranks import case, device, listed
 from torch import nn
@@ -229,6 +230,48 @@ def shards_equal_one_process(ranks: int) -> None:
             for i, (p, q) in enumerate(zip(shards, alone, strict=True)):
                 error = ((p.full_tensor() - q).norm() / q.norm()).item()
                 assert error < rtol, (dtype, options, i, error)
+
+
+@case(2)
+def directions_that_stay_update_parameters_at_once(ranks: int) -> None:
+    """Rows of whole blocks: from a bucket on, the results are those of directions that are applied later."""
+    mesh = init_device_mesh("cuda", (ranks,))
+    whole_blocks = [(512, 200), (256, 64), (256,), (128, 20, 3, 3)]
+    cut_blocks = [(8, 20, 3, 3), (300,)]  # of which directions travel
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in OPTIONS:
+            given = {"decoupled_weight_decay": True, "weight_decay": 0.1, "lr": 0.02, **options}
+            all_stay = options in OPTIONS[:2]
+            shapes = whole_blocks + ([] if all_stay else cut_blocks)
+            results = []
+            for bucket_bytes in (1, 2**40):
+                generator = torch.Generator().manual_seed(0)
+                tensors = [
+                    nn.Parameter(torch.randn(s, generator=generator).to(device(), dtype))
+                    for s in shapes
+                ]
+                shards = sharded(tensors, mesh, Shard(0))
+                two = torchium.Shampoo(
+                    shards,
+                    **{"block_size": 64, "update_freq": 3} | given,
+                    bucket_bytes=bucket_bytes,
+                )
+                for step in range(12):  # of which graphs replay some
+                    for shard in shards:
+                        local = torch.randn(shard.to_local().shape, generator=generator)
+                        if step == 8 and dist.get_rank() == 0:
+                            local[-1] = float("inf")  # all skip the step
+                        local = local.to(shard.to_local())
+                        shard.grad = DTensor.from_local(local, mesh, shard.placements)
+                    names = kernels_of(two.step)
+                assert any("update_kernel" in name for name in names)
+                later = any("move_kernel" in name for name in names)
+                assert later or bucket_bytes == 1, options
+                if all_stay:
+                    assert later == (bucket_bytes > 1), options
+                results.append([p.to_local().detach().clone() for p in shards])
+            for i, (p, q) in enumerate(zip(*results, strict=True)):
+                assert torch.equal(p, q), (dtype, options, i, (p - q).norm() / q.norm())
 
 
 @case(2)
