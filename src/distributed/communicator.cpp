@@ -77,14 +77,13 @@ struct Communicator::Group {
     });
   }
 
-  // Null: collectives are better, or not all ranks can use it. The name is random, of rank 0: the store may hold what an
-  // earlier group has left, and other groups may have the same prefix.
+  // Null: collectives are better, or not all ranks can use it. The name is random, of rank 0: the
+  // store may hold what an earlier group has left, and other groups may have the same prefix.
   HostExchange* host_exchange() const {
     if (!hosts->has_value()) {
       std::random_device random;
       const int64_t name = processes->getRank() == 0 ? random() : 0;
-      auto connection =
-          has_other_backend_than_gloo() ? HostExchange::connect(*processes) : nullptr;
+      auto connection = has_other_backend_than_gloo() ? HostExchange::connect(*processes) : nullptr;
       const auto all = all_reduce_max({connection == nullptr ? 1 : 0, name});
       hosts->emplace();
       if (all[0] == 0) {
