@@ -241,13 +241,17 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   /// their graph, by backward passes that change no gradient and keep the graph. Called in each
   /// iteration, once per micro-batch, between the forward pass and step(), before a backward() that
   /// does not retain the graph; does nothing in steps without new factors (TCov). The factors are
-  /// means over the samples of all calls since the last step or zero_grad().
+  /// means over the samples of all calls since the last step or zero_grad(). Calls for several
+  /// outputs of one forward pass, as of heads whose losses are added up, have the same samples:
+  /// their curvatures add up.
   ///
   /// loss: "cross_entropy", "mse" or "bce" (with logits), each as torch's function of that name,
   /// with factor 1; G does not depend on targets, the factor of the loss or a loss scale. "ggn"
   /// takes a backward pass for each element of a sample's outputs, "mc" options.samples() of them.
   /// Where an output depends on several samples, as the similarities of a contrastive loss do,
-  /// "ggn" adds cross terms of samples to G, and "mc" none in expectation. Does not wait for the
+  /// "ggn" adds cross terms of samples to G, and "mc" none in expectation. "ggn" takes no outputs
+  /// of several rows for one sample, as flattened tokens, where gradients are summed over the
+  /// positions of a sample (weight_sharing "reduce", ekfac, NaturalGradient). Does not wait for the
   /// device. Throws c10::ValueError for outputs and options that do not fit, and c10::Error for
   /// fisher "empirical" and for a graph that was freed; nothing has changed then.
   ///

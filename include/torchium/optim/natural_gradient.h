@@ -160,7 +160,8 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   /// their graph. KFAC::update_curvature() has the arguments, the losses and the errors. With S the
   /// Jacobian with respect to the parameters times a square root of the Hessian, C rows per sample
   /// for C columns, F = S^T S / N over the N samples of all calls since the last step or
-  /// zero_grad(). Does nothing in steps that keep their matrix (update_freq).
+  /// zero_grad(); calls for several outputs of one forward pass have the same ones. Does nothing in
+  /// steps that keep their matrix (update_freq).
   using CapturingOptimizer::update_curvature;
 
   /// The next step minimizes r . r / (2 n) for n residuals r with the Jacobian J [n, parameters],

@@ -306,7 +306,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         ``zero_grad()``), and before ``step()`` and before a ``backward()`` that does not retain the graph.
         In steps without new factors (``TCov``) it does nothing. Where factors are due, :meth:`step`
         raises ``RuntimeError`` without it. The factors are means over the samples of all calls since the
-        last step or ``zero_grad()``.
+        last step or ``zero_grad()``. Calls for several outputs of one forward pass, as of heads whose losses are
+        added up, have the same samples: their curvatures add up.
 
         The loss of a sample is a sum over the elements :math:`e` of its outputs :math:`f` (tokens, pixels,
         units), each with the weight :math:`w`:
@@ -327,7 +328,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         :math:`\text{softmax}(f_e)`, the normal distribution :math:`N(f_e, \tfrac12)`, or Bernoulli
         :math:`(p)`. It is the better choice for outputs with many elements. Tokens may also be samples:
         outputs flattened to :math:`[N T, C]` give the same ``"mc"``, and take :math:`C` instead of :math:`T C`
-        passes for ``"ggn"``, which is then exact if no layer mixes the positions. Where an output depends on
+        passes for ``"ggn"``, which is then exact if no layer mixes the positions; where gradients of a sample are
+        summed over them (``weight_sharing="reduce"``, ``ekfac``, natural gradient), it raises an error. Where an output depends on
         several samples, as the similarities of a contrastive loss do, ``"ggn"`` adds cross terms of samples to
         :math:`G`, and ``"mc"`` none in expectation.
 

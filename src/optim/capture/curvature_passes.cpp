@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace torchium::optim::detail {
@@ -28,8 +29,41 @@ void check_origin(const at::Tensor& outputs, const char* optimizer,
                     "torch.utils.checkpoint with use_reentrant=True");
 }
 
+std::string several_rows_message(int64_t rows, const at::Tensor& outputs, const std::string& name) {
+  return c10::str("outputs ", outputs.sizes(), " have ", outputs.size(0),
+                  " samples, but the layer of ", name, " has seen ", rows,
+                  " in dimension 0 of its input, and fisher='ggn' would mix the outputs of one of "
+                  "them; pass outputs [",
+                  rows,
+                  ", ...], with class_dim for classes, or use "
+                  "fisher='mc'");
+}
+
+CurvatureBatch CurvatureBatches::add(
+    const std::vector<gradients::detail::DifferentiableCall>& calls, int64_t samples) {
+  const auto shared = std::find_if(calls.begin(), calls.end(), [&](const auto& each) {
+    return calls_.count(Call(each.call)) != 0;
+  });
+  CurvatureBatch batch{size_, samples};
+  if (shared == calls.end()) {
+    ++size_;
+    samples_ += samples;
+  } else {
+    batch = calls_.at(Call(shared->call)).batch;
+    batch.scale = std::sqrt(static_cast<double>(batch.samples) / static_cast<double>(samples));
+  }
+  for (const auto& each : calls) {
+    calls_.try_emplace(Call(each.call), Known{batch});
+  }
+  return batch;
+}
+
+bool CurvatureBatches::is_first_visit(const gradients::detail::DifferentiableCall& call) {
+  return !std::exchange(calls_.at(Call(call.call)).is_visited, true);
+}
+
 void for_each_curvature_gradient(
-    const at::Tensor& outputs, const LossCurvature& curvature,
+    const at::Tensor& outputs, const LossCurvature& curvature, double scale,
     const std::vector<gradients::detail::DifferentiableCall>& calls,
     const std::function<void(int64_t, size_t, gradients::detail::LayerCall)>& visit) {
   if (calls.empty()) {
@@ -40,8 +74,9 @@ void for_each_curvature_gradient(
     edges.push_back(call.output);
   }
   for (int64_t k = 0; k < curvature.columns(); ++k) {
-    const auto gradients = gradients::detail::gradients_at(edges, outputs, curvature.column(k),
-                                                           /*keep_graph=*/true);
+    const at::Tensor column = curvature.column(k);
+    const auto gradients = gradients::detail::gradients_at(
+        edges, outputs, scale == 1.0 ? column : column * scale, /*keep_graph=*/true);
     for (const auto i : c10::irange(calls.size())) {
       if (gradients[i].defined()) {
         gradients::detail::LayerCall call = calls[i].layer;

@@ -39,6 +39,7 @@ class LossCurvature {
                 const CurvatureOptions& options);
 
   int64_t columns() const { return columns_; }
+  bool is_sampled() const { return is_sampled_; }  // "mc"
   // Each column is requested once, in order.
   at::Tensor column(int64_t k) const;
   // In dimension 0 of the outputs.

@@ -11,18 +11,34 @@ namespace torchium::optim::detail {
 
 void KfacPlan::add_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
                              std::vector<gradients::detail::DifferentiableCall> calls) {
-  const int64_t micro_batch = curvature_batches_++;
+  const CurvatureBatch batch = curvature_batches_.add(calls, curvature.samples());
   std::erase_if(calls, [&](const auto& call) { return !is_due(call.layer); });
   for_each_curvature_gradient(
-      outputs, curvature, calls, [&](int64_t k, size_t i, gradients::detail::LayerCall call) {
-        const CurvatureColumn column{curvature.samples(), /*is_first=*/k == 0};
-        call.micro_batch = micro_batch;
+      outputs, curvature, batch.scale, calls,
+      [&](int64_t /*k*/, size_t i, gradients::detail::LayerCall call) {
+        check_curvature_rows(call, outputs, curvature);
+        const CurvatureColumn column{batch.samples, curvature_batches_.is_first_visit(calls[i])};
+        call.micro_batch = batch.number;
         add_to_sums(std::move(call), &column);
       });
 }
 
+// Sums over the positions of a row, before they are squared, would have cross terms of the outputs
+// that a column of "ggn" mixes. One row for the whole batch has them in any case.
+void KfacPlan::check_curvature_rows(const gradients::detail::LayerCall& call,
+                                    const at::Tensor& outputs,
+                                    const LossCurvature& curvature) const {
+  const KFACOptions& o = options(call.weight);
+  const auto rows = gradients::detail::samples_of(call).expect_int();
+  const bool sums_positions = o.ekfac() || o.weight_sharing() == "reduce";
+  const bool is_table = call.kind == gradients::detail::LayerKind::kEmbedding;
+  TORCH_CHECK_VALUE(curvature.is_sampled() || !sums_positions || is_table || rows <= 1 ||
+                        rows >= curvature.samples(),
+                    several_rows_message(rows, outputs, name(call.weight)));
+}
+
 void KfacPlan::require_curvature(const std::vector<size_t>& active) {
-  if (!takes_curvature() || curvature_batches_ > 0) {
+  if (!takes_curvature() || curvature_batches_.size() > 0) {
     return;
   }
   const bool any_due =

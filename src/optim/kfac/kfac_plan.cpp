@@ -178,7 +178,7 @@ void KfacPlan::drop(int64_t weight, at::IntArrayRef passes) {
 }
 
 void KfacPlan::forget() {
-  curvature_batches_ = 0;
+  curvature_batches_.forget();
   records_.forget();
   for (Layer& layer : layers_) {
     layer.sums = nullptr;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gradients/capture/call_gradients.h"
+#include "optim/capture/curvature_passes.h"
 #include "optim/capture/joint_plan.h"
 #include "optim/capture/loss_curvature.h"
 #include "optim/kfac/factors/factor_records.h"
@@ -167,6 +168,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // After due().
   bool is_due(const gradients::detail::LayerCall& call) const;
   void add_to_sums(gradients::detail::LayerCall call, const CurvatureColumn* column);
+  void check_curvature_rows(const gradients::detail::LayerCall& call, const at::Tensor& outputs,
+                            const LossCurvature& curvature) const;
   void require_curvature(const std::vector<size_t>& active);
   // What the last step that a parameter took has done with it.
   struct Treatment {
@@ -210,7 +213,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::vector<bool> checked_;       // whether the state was checked since bind()
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
-  int64_t curvature_batches_ = 0;       // recorded since forget()
+  CurvatureBatches curvature_batches_;
   std::string damping_split_, fisher_;  // of the options before
   bool compared_skips_ = false;
   bool is_inverse_free_ = false;

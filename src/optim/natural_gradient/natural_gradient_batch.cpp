@@ -47,7 +47,7 @@ void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& go
 void NaturalGradientPlan::forget() {
   passes_.clear();
   columns_.clear();
-  curvature_samples_ = 0;
+  curvature_batches_.forget();
   given_ = nullptr;
   given_versions_.clear();
   batch_ = nullptr;
@@ -92,7 +92,7 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
     micro_batch += batch->calls.size() > before ? 1 : 0;
   }
   if (takes_curvature() && !batch->calls.empty()) {
-    batch->curvature_samples = curvature_samples_;
+    batch->curvature_samples = curvature_batches_.samples();
     average_over_samples(*batch);
   }
   return batch;
@@ -101,17 +101,45 @@ std::shared_ptr<const KeptBatch> NaturalGradientPlan::recorded_batch(
 void NaturalGradientPlan::add_curvature(const at::Tensor& outputs, const LossCurvature& curvature,
                                         std::vector<gradients::detail::DifferentiableCall> calls) {
   const auto first = static_cast<int64_t>(columns_.size());
-  curvature_samples_ += curvature.samples();
-  for_each_curvature_gradient(outputs, curvature, calls,
+  check_curvature_rows(outputs, curvature, calls);
+  const CurvatureBatch batch = curvature_batches_.add(calls, curvature.samples());
+  for_each_curvature_gradient(outputs, curvature, batch.scale, calls,
                               [&](int64_t k, size_t /*i*/, LayerCall call) {
                                 call.micro_batch = first + k;
                                 columns_[call.micro_batch].emplace_back(std::move(call));
                               });
 }
 
+// A row of J is of one sample: of several, a column would add up their rows, with cross terms that
+// only the mean over sampled targets does not have. check_samples() refuses layers that disagree.
+void NaturalGradientPlan::check_curvature_rows(
+    const at::Tensor& outputs, const LossCurvature& curvature,
+    const std::vector<gradients::detail::DifferentiableCall>& calls) const {
+  std::optional<int64_t> rows;
+  int64_t param = -1;
+  for (const auto& [layer, output, call] : calls) {
+    if (layer.weight < 0 && layer.bias < 0) {
+      continue;
+    }
+    const auto seen = gradients::detail::samples_of(layer).expect_int();
+    if (rows.value_or(seen) != seen) {
+      return;
+    }
+    rows = seen;
+    param = layer.weight >= 0 ? layer.weight : layer.bias;
+  }
+  if (!rows || *rows == curvature.samples()) {
+    return;
+  }
+  TORCH_CHECK_VALUE(*rows < curvature.samples(), "the layer of ", name(param), " has seen ", *rows,
+                    " samples in dimension 0 of its input, and outputs ", outputs.sizes(), " have ",
+                    curvature.samples(), "; dimension 0 must be the sample in all layers");
+  TORCH_CHECK_VALUE(curvature.is_sampled(), several_rows_message(*rows, outputs, name(param)));
+}
+
 void NaturalGradientPlan::require_curvature() const {
-  TORCH_CHECK(!takes_curvature() || curvature_samples_ > 0, "NaturalGradient with fisher='",
-              fisher(),
+  TORCH_CHECK(!takes_curvature() || curvature_batches_.samples() > 0,
+              "NaturalGradient with fisher='", fisher(),
               "' takes a new matrix in this step, but update_curvature() was not called: call it "
               "with the outputs of the model in each iteration, after zero_grad() and before "
               "step()");

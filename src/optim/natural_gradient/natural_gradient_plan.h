@@ -3,6 +3,7 @@
 
 #include "gradients/capture/call_gradients.h"
 #include "gradients/capture/kept_calls.h"
+#include "optim/capture/curvature_passes.h"
 #include "optim/capture/joint_plan.h"
 #include "optim/capture/loss_curvature.h"
 #include "optim/core/seen_tensor.h"
@@ -94,6 +95,8 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
                                                  const at::Tensor& residuals) const;
   bool has_momentum() const;
   BatchStates batch_states() const;
+  void check_curvature_rows(const at::Tensor& outputs, const LossCurvature& curvature,
+                            const std::vector<gradients::detail::DifferentiableCall>& calls) const;
   void require_curvature() const;
   void check_given() const;
   std::optional<double> predicted_reduction() const;
@@ -108,7 +111,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
 
   gradients::detail::KeptCalls passes_;
   gradients::detail::KeptCalls columns_;  // of curvatures
-  int64_t curvature_samples_ = 0;         // of record_curvature() since forget()
+  CurvatureBatches curvature_batches_;
   // Of set_jacobian(), with the versions of its tensors; null: none.
   std::shared_ptr<const KeptBatch> given_;
   std::vector<int64_t> given_versions_;

@@ -33,6 +33,26 @@ TEST(KfacCurvature, HasTheHessianOfTheLossAsFactor) {
   expect_near(kfac_state(optimizer, weight).G()[0], H, 1e-12);
 }
 
+TEST(KfacCurvature, AddsUpOutputsOfOneForwardPass) {
+  std::vector<Tensors> factors;
+  for (const bool in_two : {false, true}) {
+    auto model = make_mlp();
+    KFAC optimizer(*model, bare("ggn"));
+    const auto outputs = model->forward(make_batch(0, kMlpSample).inputs);
+    const auto parts = in_two ? outputs.split(2, 1) : Tensors{outputs};
+    for (const auto& part : parts) {
+      optimizer.update_curvature(part, "mse", CurvatureOptions().reduction("sum"));
+    }
+    outputs.square().sum().backward();
+    optimizer.step();
+    const auto& state = kfac_state(optimizer, model->parameters()[0]);
+    factors.push_back({state.A(), state.G()});
+  }
+  for (const size_t i : {0, 1}) {
+    expect_near(factors[1][i], factors[0][i], 1e-12);
+  }
+}
+
 TEST(KfacCurvature, LeavesGradientsAndTheGraphAlone) {
   auto model = make_mlp();
   auto plain = make_mlp();
@@ -94,6 +114,20 @@ TEST(KfacCurvature, RefusesWhatDoesNotFit) {
   expect_contains(
       message_of<c10::Error>([&] { optimizer.update_curvature(outputs, "cross_entropy"); }),
       "call update_curvature() before it");
+}
+
+TEST(KfacCurvature, RefusesRowsOfSeveralOutputs) {
+  nn::Linear model(5, 3);
+  const auto outputs_of = [&] { return model(torch::ones({4, 2, 5})).flatten(0, 1); };
+  for (const auto& options :
+       {bare("ggn").weight_sharing("reduce"), bare("ggn").ekfac(true).damping_split("exact")}) {
+    KFAC optimizer(*model, options);
+    expect_contains(message_of<c10::ValueError>(
+                        [&] { optimizer.update_curvature(outputs_of(), "cross_entropy"); }),
+                    "would mix the outputs of one of them");
+  }
+  KFAC optimizer(*model, bare("ggn"));
+  optimizer.update_curvature(outputs_of(), "cross_entropy");
 }
 
 TEST(KfacCurvature, RefusesAnInputThatWasChanged) {

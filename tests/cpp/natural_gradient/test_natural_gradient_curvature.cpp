@@ -56,6 +56,36 @@ TEST(NaturalGradientCurvature, SolvesLinearRegressionInOneStep) {
   expect_linear_regression_in_one_step(make, 1e-6);
 }
 
+TEST(NaturalGradientCurvature, AddsUpOutputsOfOneForwardPass) {
+  Tensors results;
+  for (const bool in_two : {false, true}) {
+    auto model = make_mlp();
+    NaturalGradient optimizer(*model, newton(0.1).fisher("ggn"));
+    const auto outputs = model->forward(make_batch(0, kMlpSample).inputs);
+    const auto parts = in_two ? outputs.split(2, 1) : Tensors{outputs};
+    for (const auto& part : parts) {
+      optimizer.update_curvature(part, "mse", optim::CurvatureOptions().reduction("sum"));
+    }
+    outputs.square().sum().backward();
+    optimizer.step();
+    results.push_back(flatten(model->parameters()));
+  }
+  expect_near(results[1], results[0], 1e-9);
+}
+
+TEST(NaturalGradientCurvature, RefusesRowsThatAreNoSamples) {
+  nn::Linear model(5, 3);
+  NaturalGradient optimizer(*model, newton(0.1).fisher("ggn"));
+  const auto outputs = model(torch::ones({4, 2, 5}));
+  expect_contains(message_of<c10::ValueError>(
+                      [&] { optimizer.update_curvature(outputs.flatten(0, 1), "cross_entropy"); }),
+                  "would mix the outputs of one of them");
+  const auto windows = model(torch::ones({8, 5})).unflatten(0, {4, 2});
+  expect_contains(
+      message_of<c10::ValueError>([&] { optimizer.update_curvature(windows.mean(1), "mse"); }),
+      "dimension 0 must be the sample in all layers");
+}
+
 TEST(NaturalGradientCurvature, IsNeededWhereTheMatrixIsDue) {
   auto model = make_mlp();
   NaturalGradient optimizer(*model, NaturalGradientOptions(0.05).update_freq(2).fisher("mc"));
