@@ -100,15 +100,17 @@ class SampleLoss:
 def _replaced(model: nn.Module, parameters: dict[Tensor, Tensor]) -> Iterator[None]:
     """Replaces parameters everywhere, for the loss too, which may use them; buffers by copies.
 
-    The pass must not change buffers, such as a counter of calls.
+    The pass must not change buffers, such as a counter of calls, nor frozen tables that lookups
+    renormalise.
     """
     values = dict(parameters)
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                if param not in values:
-                    values[param] = param.detach()  # frozen
+                if param not in values:  # frozen
+                    is_changed = getattr(module, "max_norm", None) is not None
+                    values[param] = param.detach().clone() if is_changed else param.detach()
                 kept.append((module._parameters, name, param))
         for name, buffer in module._buffers.items():
             if buffer is not None:

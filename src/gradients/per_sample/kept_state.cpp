@@ -4,10 +4,12 @@
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
+#include <torch/nn/modules/embedding.h>
 
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string_view>
 #include <utility>
 
 namespace torchium::gradients::detail {
@@ -42,20 +44,38 @@ std::unique_ptr<at::ObserverContext> look_for_generator(const at::RecordFunction
 
 }  // namespace
 
-KeptBuffers::KeptBuffers(const torch::nn::Module& model) {
+KeptTensors::KeptTensors(const torch::nn::Module& model) {
   for (const auto& buffer : model.buffers()) {
-    kept_.push_back({buffer, buffer.detach().clone(), buffer._version()});
+    keep(buffer);
+  }
+  keep_table(model);
+  for (const auto& module : model.modules(/*include_self=*/false)) {
+    keep_table(*module);
   }
 }
 
-KeptBuffers::~KeptBuffers() { restore_quietly(*this); }
+void KeptTensors::keep_table(const torch::nn::Module& module) {
+  const auto* table = dynamic_cast<const torch::nn::EmbeddingImpl*>(&module);
+  const auto* bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(&module);
+  if (table != nullptr && table->options.max_norm()) {
+    keep(table->weight);
+  } else if (bag != nullptr && bag->options.max_norm()) {
+    keep(bag->weight);
+  }
+}
 
-void KeptBuffers::restore() {
+void KeptTensors::keep(const at::Tensor& tensor) {
+  kept_.push_back({tensor, tensor.detach().clone(), tensor._version()});
+}
+
+KeptTensors::~KeptTensors() { restore_quietly(*this); }
+
+void KeptTensors::restore() {
   const at::NoGradGuard no_grad;
-  for (auto& [buffer, value, version] : kept_) {
-    if (buffer._version() != version) {
-      buffer.copy_(value);
-      version = buffer._version();
+  for (auto& [tensor, value, version] : kept_) {
+    if (tensor._version() != version) {
+      tensor.copy_(value);
+      version = tensor._version();
     }
   }
 }
@@ -107,6 +127,41 @@ std::vector<at::Tensor> KeptRandomState::read() {
     states.push_back(generator.get_state());
   }
   return states;
+}
+
+thread_local ValueReads* ValueReads::current_ = nullptr;
+
+ValueReads::ValueReads(const torch::nn::Module& model) {
+  for (const auto& tensors : {model.buffers(), model.parameters()}) {
+    for (const auto& tensor : tensors) {
+      if (tensor.has_storage()) {
+        own_storages_.insert(tensor.storage().unsafeGetStorageImpl());
+      }
+    }
+  }
+  current_ = this;
+  callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&ValueReads::look)
+                                             .needsInputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
+}
+
+ValueReads::~ValueReads() {
+  at::removeCallback(callback_);
+  current_ = nullptr;
+}
+
+std::unique_ptr<at::ObserverContext> ValueReads::look(const at::RecordFunction& function) {
+  const std::string_view name = function.name();
+  if (current_ == nullptr || (name != "aten::_local_scalar_dense" && name != "aten::equal")) {
+    return nullptr;
+  }
+  for (const auto& input : function.inputs()) {
+    const bool is_other =
+        input.isTensor() && input.toTensor().has_storage() &&
+        current_->own_storages_.count(input.toTensor().storage().unsafeGetStorageImpl()) == 0;
+    current_->found_ |= is_other;
+  }
+  return nullptr;
 }
 
 }  // namespace torchium::gradients::detail

@@ -1,4 +1,5 @@
-// What a pass over some samples must leave as it was: buffers and random numbers.
+// What a pass over some samples must leave as it was: buffers, tables and random numbers; and
+// whether it reads values.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -7,24 +8,30 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <memory>
+#include <unordered_set>
 #include <vector>
 
 namespace torchium::gradients::detail {
 
-// Restores the values of buffers, which modules may change, for example to count calls.
-class KeptBuffers {
+// Restores the values of buffers, which modules may change, for example to count calls, and of
+// tables that lookups renormalise (max_norm).
+class KeptTensors {
  public:
-  explicit KeptBuffers(const torch::nn::Module& model);
-  ~KeptBuffers();
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
+  explicit KeptTensors(const torch::nn::Module& model);
+  ~KeptTensors();
+  KeptTensors(const KeptTensors&) = delete;
+  KeptTensors& operator=(const KeptTensors&) = delete;
 
-  // Between passes, and at the end. A graph that has saved a buffer can then no longer be used.
+  // Between passes, and at the end. A graph that has saved one can then no longer be used.
   void restore();
 
  private:
+  void keep(const at::Tensor& tensor);
+  void keep_table(const torch::nn::Module& module);
+
   struct Entry {
-    at::Tensor buffer;
+    at::Tensor tensor;
     at::Tensor value;
     int64_t version;
   };
@@ -49,6 +56,27 @@ class KeptRandomState {
   std::vector<at::Generator> generators_;
   std::vector<at::Tensor> states_;
   at::CallbackHandle callback_;
+};
+
+// Looks for reads of tensors' values by the host, on this thread, while it exists. What a forward
+// pass then does for a sample may depend on others of the batch. Reads of tensors of the model
+// alone, such as a temperature, are no matter.
+class ValueReads {
+ public:
+  explicit ValueReads(const torch::nn::Module& model);
+  ~ValueReads();
+  ValueReads(const ValueReads&) = delete;
+  ValueReads& operator=(const ValueReads&) = delete;
+
+  bool found() const { return found_; }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& function);
+
+  std::unordered_set<const void*> own_storages_;
+  bool found_ = false;
+  at::CallbackHandle callback_;
+  static thread_local ValueReads* current_;
 };
 
 }  // namespace torchium::gradients::detail

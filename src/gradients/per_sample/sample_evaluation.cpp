@@ -31,12 +31,19 @@ at::Tensor captured_output(OperatorCapture& capture, const SampleLoss& loss,
 // Sets the calls of one pass over all samples. Returns why dimension 0 of the captured tensors may
 // not be the sample; empty: it is.
 std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
-                            const std::vector<std::string>& names, KeptBuffers& buffers,
+                            const std::vector<std::string>& names, KeptTensors& kept,
                             std::vector<LayerCall>& calls) {
   const torchium::detail::Phase phase("torchium::sample_capture");
   const int64_t samples = loss.samples();
   const at::Tensor& inputs = loss.inputs();
-  const at::Tensor output = captured_output(capture, loss, inputs);
+  at::Tensor output;
+  {
+    const ValueReads reads(loss.model());
+    output = captured_output(capture, loss, inputs);
+    if (reads.found() && samples > 1) {
+      return "forward reads values of tensors, which may be those of other samples";
+    }
+  }
   if (output.dim() == 0 || output.size(0) != samples) {
     return c10::str("forward returned shape ", output.sizes(), " for ", samples, " samples");
   }
@@ -65,13 +72,13 @@ std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
   if (!are_scaled(calls, scaled, factors)) {
     return "rows of a layer depend on the losses of other samples";
   }
-  buffers.restore();
+  kept.restore();
   const at::Tensor first = captured_output(capture, loss, inputs.narrow(0, 0, 1));
   const at::Tensor first_loss = loss.of(first, loss.targets().narrow(0, 0, 1));
   if (!begin_with(calls, capture.differentiate(first_loss))) {
     return "layers receive another first sample when it is alone";
   }
-  buffers.restore();
+  kept.restore();
   const at::Tensor rolled = captured_output(capture, loss, inputs.roll(1, 0));
   const auto rolled_calls = capture.differentiate();
   if (!are_rolled(calls, rolled_calls) || !rows_agree(rolled, output.roll(1, 0))) {
@@ -83,9 +90,9 @@ std::string capture_samples(OperatorCapture& capture, const SampleLoss& loss,
 void visit_samples(const SampleLoss& loss, const std::vector<at::Tensor>& params, int64_t first,
                    const SampleReceiver& of_sample) {
   const torchium::detail::Phase phase("torchium::sample_by_sample");
-  KeptBuffers buffers(loss.model());
+  KeptTensors kept(loss.model());
   for (const auto i : c10::irange(first, loss.samples())) {
-    buffers.restore();
+    kept.restore();
     std::vector<at::Tensor> found;
     {
       const at::AutoGradMode enable_grad(true);
@@ -107,7 +114,7 @@ void visit_samples(const SampleLoss& loss, const std::vector<at::Tensor>& params
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     of_sample(i, found);
   }
-  buffers.restore();
+  kept.restore();
 }
 
 }  // namespace
@@ -231,9 +238,9 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
   if (reason.empty()) {
     const at::AutoGradMode enable_grad(true);
     OperatorCapture capture(params);
-    KeptBuffers buffers(loss.model());
-    reason = capture_samples(capture, loss, names, buffers, calls);
-    buffers.restore();
+    KeptTensors kept(loss.model());
+    reason = capture_samples(capture, loss, names, kept, calls);
+    kept.restore();
     refuse_random_numbers();
     std::erase_if(calls, [](const LayerCall& call) { return !call.output_gradient.defined(); });
   }

@@ -77,6 +77,10 @@ std::vector<std::pair<std::string, Forward>> forwards() {
        [](Layers& m, const auto& x) {
          return m.a(x.reshape({-1, 4})).view_as(x).exp().sum(1);
        }},
+      {"read_by_the_host",
+       [](Layers& m, const auto& x) {
+         return x.sum().template item<double>() > 0 ? m.a(x).sum(1) : m.b(x).sum(1);
+       }},
       {"counted",
        [](Layers& m, const auto& x) {
          m.calls += 1;
@@ -317,6 +321,40 @@ TEST(PerSampleGradients, LeaveBuffersAlone) {
       batch.targets);
   EXPECT_EQ(gradients.keys(), (std::vector<std::string>{"linear.weight", "linear.bias"}));
   EXPECT_EQ(model.calls.item<float>(), 0.0F);
+}
+
+TEST(PerSampleGradients, LeaveTablesThatLookupsRenormalise) {
+  for (const bool is_trained : {false, true}) {
+    nn::Sequential model(nn::Embedding(nn::EmbeddingOptions(6, 5).max_norm(0.5)), nn::Linear(5, 3));
+    const auto table = model->parameters()[0];
+    table.set_requires_grad(is_trained);
+    const auto before = table.detach().clone();
+    gradients_of(model, torch::arange(4), torch::randint(3, {4}));
+    EXPECT_TRUE(torch::equal(table, before));
+  }
+}
+
+// A value of the model itself, which is the same for all samples, does not make a pass for each.
+TEST(PerSampleGradients, ReadValuesOfTheModelInOnePass) {
+  struct Scaled : public nn::Module {
+    Scaled() {
+      linear = register_module("linear", nn::Linear(5, 3));
+      scale = register_buffer("scale", torch::full({}, 2.0));
+    }
+    torch::Tensor forward(const torch::Tensor& x) {
+      ++calls;
+      return linear(x) * scale.item<double>();
+    }
+    nn::Linear linear{nullptr};
+    torch::Tensor scale;
+    int64_t calls = 0;
+  };
+  Scaled model;
+  const auto batch = make_batch(0, kMlpSample, 20, torch::kFloat);
+  per_sample_gradients(
+      model, [&](const torch::Tensor& x) { return model.forward(x); }, &cross_entropy, batch.inputs,
+      batch.targets);
+  EXPECT_LT(model.calls, 10);
 }
 
 TEST(PerSampleGradients, LeaveOutFrozenParametersAndZeroUnusedOnes) {

@@ -153,6 +153,19 @@ def test_what_vmap_refuses_is_taken_one_by_one_and_says_so(kind):
         assert_right(*model_and_batch(make, shape, torch.device("cpu")))
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_table_that_lookups_renormalise_stays_as_it_is(is_trained, layer, device):
+    model = nn.Sequential(layer(9, 4, max_norm=0.5), nn.Linear(4, 3)).to(device)
+    table = model[0].weight.requires_grad_(is_trained)
+    before = table.detach().clone()
+    x, y = torch.arange(4, device=device).view(4, 1), torch.rand(4, device=device)
+    with pytest.warns(UserWarning, match="one by one"):
+        torchium.per_sample_gradients(model, squares, x, y)
+    assert torch.equal(table, before)
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_train_on_as_before(layer, device):
     """functional_call replaces the list of weights that a recurrent layer keeps."""
