@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
+from .arguments import gets_input_alone, layer_input
 from .attention import (
     calls_functions,
     is_attention,
@@ -41,7 +42,6 @@ from .layers import (
     LayerCall,
     LayerKind,
     is_compiled_by_jit,
-    layer_input,
     may_mix_samples,
     mixes_samples,
     why_unsupported,
@@ -261,6 +261,8 @@ class Capture:
             return
         number = self._layer(module)
         if number < 0 or output.is_nested:  # rows of a nested tensor are no samples
+            return
+        if not gets_input_alone(module, args, kwargs):
             return
         if runs_after_others(hook, module) and not is_own_output(module, args, kwargs, output):
             return

@@ -235,14 +235,6 @@ def used_statistics(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return module.running_mean, module.running_var
 
 
-def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The input of a layer's call: ``input``, ``x`` of Conv1D of transformers, or its only argument."""
-    value: Tensor = (
-        args[0] if args else next(kwargs[n] for n in ("input", "x", *kwargs) if n in kwargs)
-    )
-    return value
-
-
 def computed_output(output: Tensor) -> Tensor:
     """The tensor that the layer has computed, of which the output may be a view in another shape.
 

@@ -12,7 +12,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .._capture.layers import computed_output, layer_input
+from .._capture.arguments import gets_input_alone, layer_input
+from .._capture.layers import computed_output
 
 NAMES = ("weight", "bias")
 
@@ -95,7 +96,8 @@ class Recorder:
         """Records a call. Returns what takes the place of the output; None: nothing."""
         value, dim = self._batched(output)
         # At another level a transform in the model itself runs the layer.
-        if _functorch.maybe_current_level() != self.level or not value.requires_grad:
+        is_other = _functorch.maybe_current_level() != self.level or not value.requires_grad
+        if is_other or not gets_input_alone(module, args, kwargs):
             self.complete = False
             return None
         if is_replaced := dim != 0 or value._is_view():

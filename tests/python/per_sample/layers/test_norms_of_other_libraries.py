@@ -224,6 +224,78 @@ def test_gradients_of_samples(name):
         torch.testing.assert_close(p.grad_sample, q.grad_sample)
 
 
+# ---- norms with other arguments
+
+
+class OptionallyGatedNorm(RMSNorm):
+    """As in Mamba 2."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * F.silu(gate))
+
+
+class GatedModel(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
+        self.norm, self.last = OptionallyGatedNorm(), nn.Linear(WIDTH, 3)
+        self.way = way
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, gate = self.first(x), self.gate(x)
+        if self.way == "positional":
+            y = self.norm(y, gate)
+        elif self.way == "keyword":
+            y = self.norm(gate=gate, hidden_states=y)
+        else:
+            y = self.norm(gate=None, hidden_states=y) * gate
+        return self.last(y)
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().flatten(1).mean(1)
+
+
+@pytest.mark.parametrize("way", ["positional", "keyword", "none"])
+def test_a_gate_counts_in_gradients_of_samples(way):
+    model = GatedModel(way)
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+    rows = torchium.per_sample_gradients(model, lambda y, _: y.square().mean(), x, None)
+    for i in range(4):
+        expected = torch.autograd.grad(losses(model, x)[i], list(model.parameters()))
+        for row, gradient in zip(rows.values(), expected, strict=True):
+            torch.testing.assert_close(row[i], gradient)
+
+
+def test_calls_with_a_gate_are_not_recorded():
+    """So the weight of the norm is one that is used outside of layers."""
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+    for way, is_recorded in (("positional", False), ("keyword", False), ("none", True)):
+        model = GatedModel(way)
+        kfac = torchium.KFAC(model)
+        losses(model, x).mean().backward()
+        if is_recorded:
+            kfac.step()
+        else:
+            with pytest.warns(UserWarning, match=r"outside of its layer: norm\.weight"):
+                kfac.step()
+        assert (kfac.report()["parameters"]["norm.weight"][0] == "unit-wise") == is_recorded
+        if is_recorded:
+            continue
+        model.zero_grad()
+        optimizer = torchium.NaturalGradient(model)
+        losses(model, x).mean().backward()
+        with pytest.raises(ValueError, match=r"norm\.weight.* not come from its layer alone"):
+            optimizer.step()
+        with (
+            pytest.raises(ValueError, match=r"norm\.weight' outside of its layer"),
+            torchium.per_sample(model),
+        ):
+            losses(model, x).mean().backward()
+
+
 def test_models_of_transformers():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
