@@ -338,7 +338,7 @@ class Capture:
         number = -1
         if self._why_unsupported(module) is None:
             number = self._number(module)
-            self.core.describe(number, *describe(module))
+            self.core.describe(number, *self._description(module))
         self._known[module] = kept(signature), number
         self._changed()
         return number
@@ -353,6 +353,10 @@ class Capture:
     def _why_unsupported(self, module: nn.Module) -> str | None:
         """Why calls of a module are not recorded."""
         return why_unsupported(module, self._kinds)
+
+    def _description(self, module: nn.Module) -> tuple[Any, ...]:
+        """What the core knows of a layer."""
+        return describe(module)
 
     def _may_be_recorded(self, module: nn.Module) -> bool:
         """Whether a module of this class is ever recorded; else it gets no hook."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +26,32 @@ from .._capture.layers import (
 from .formulas import formula_of
 from .layers import LayerCall as CoreCall
 from .layers import LayerCalls
-from .recorder import NAMES
 from .sample_loss import trainable
 
 _KINDS = SAMPLE_KINDS | {LayerKind.SELF_ATTENTION}
+_MOST_PARAMETERS = 2  # of a call in the core
 
 
 class _Capture(CallCapture):
+    """Takes registered layers too, whose parameters have names of their own."""
+
+    def calls(self) -> list[list[LayerCall]]:
+        passes = super().calls()
+        for call in itertools.chain(*passes):
+            if formula_of(call.module) is not None:
+                recorded = set(call.params.values())
+                own = call.module._parameters.items()
+                call.params = {name: p for name, p in own if p is not None and p in recorded}
+        return passes
+
+    def _description(self, module: nn.Module) -> tuple[Any, ...]:
+        given = super()._description(module)
+        if formula_of(module) is None:
+            return given
+        own = [p for p in module._parameters.values() if p is not None]
+        first, second, *_ = (*own, None, None)
+        return *given[:-4], first, second, *given[-2:]
+
     def _why_unsupported(self, module: nn.Module) -> str | None:
         return _why_unknown(module)
 
@@ -44,16 +65,12 @@ def _why_unknown(module: nn.Module) -> str | None:
         ):
             return "has bias_k and bias_v, which belong to no linear layer"
         return why_unsupported(module, _KINDS)
-    others = [
-        n
-        for n, p in module._parameters.items()
-        if p is not None and (n not in NAMES or not p.dim())
-    ]
-    if others:
-        return (
-            f"has a parameter {others[0]!r}; a block takes those named weight and bias, with at least "
-            "one dimension"
-        )
+    registered = {n: p for n, p in module._parameters.items() if p is not None}
+    scalars = [n for n, p in registered.items() if not p.dim()]
+    if len(registered) > _MOST_PARAMETERS:
+        return f"has {len(registered)} parameters; a block takes at most two of a registered layer"
+    if scalars:
+        return f"has a parameter {scalars[0]!r} without dimensions"
     return None
 
 

@@ -154,7 +154,7 @@ def scale_formula(layer: Scale, input: Tensor, output_gradient: Tensor) -> dict[
 
 
 class Named(nn.Module):
-    """With parameters of the names that a block takes."""
+    """With the names of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,16 +181,41 @@ def test_a_registered_layer():
     assert list(rows) == ["0.weight", "0.bias", "1.weight"]
 
 
-def test_names_of_parameters_are_free_except_in_a_block():
+def test_names_of_parameters_are_free():
     gradients.register_layer(Scale, scale_formula)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), Scale(4)).double()
     x, y = torch.randn(3, 5).double(), torch.ones(3).double()
     expected = reference_gradients(model, squares, x, y)
     torch.testing.assert_close(torchium.per_sample_gradients(model, squares, x, y), expected)
-    message = r"model\.1 \(Scale\) has a parameter 'factor'; a block takes those named weight"
-    with pytest.raises(ValueError, match=message), gradients.per_sample(model):
-        pass
+    assert_all_right(model, x)
+    assert_all_right(nn.Sequential(model[1], nn.Tanh(), model[1]), torch.randn(3, 4).double())
+    model[1].factor.requires_grad_(False)
+    with gradients.per_sample(model):
+        squares(model(x), y).backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad_sample, expected[name])
+
+
+def test_what_a_block_cannot_take_of_registered_layers():
+    class Three(Scale):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.third = nn.Parameter(torch.ones(1))
+
+    class Scalar(Scale):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.shift = nn.Parameter(torch.tensor(1.0))
+
+    gradients.register_layer(Scale, scale_formula)
+    for make, reason in ((Three, "3 parameters.*at most two"), (Scalar, "'shift' without dim")):
+        with (
+            pytest.raises(ValueError, match=rf"model\.1 \({make.__name__}\) has .*{reason}"),
+            gradients.per_sample(nn.Sequential(nn.Linear(5, 4), make())),
+        ):
+            pass
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_another_layer():
