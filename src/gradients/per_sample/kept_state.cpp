@@ -140,9 +140,10 @@ ValueReads::ValueReads(const torch::nn::Module& model) {
     }
   }
   current_ = this;
-  callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&ValueReads::look)
-                                             .needsInputs(true)
-                                             .scopes({at::RecordScope::FUNCTION}));
+  callback_ =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(&ValueReads::begin, &ValueReads::end)
+                                     .needsInputs(true)
+                                     .scopes({at::RecordScope::FUNCTION}));
 }
 
 ValueReads::~ValueReads() {
@@ -150,18 +151,32 @@ ValueReads::~ValueReads() {
   current_ = nullptr;
 }
 
-std::unique_ptr<at::ObserverContext> ValueReads::look(const at::RecordFunction& function) {
-  const std::string_view name = function.name();
-  if (current_ == nullptr || (name != "aten::_local_scalar_dense" && name != "aten::equal")) {
-    return nullptr;
+std::unique_ptr<at::ObserverContext> ValueReads::begin(const at::RecordFunction& function) {
+  if (current_ != nullptr && current_->depth_++ == 0) {
+    current_->look(function);
+  }
+  return nullptr;
+}
+
+void ValueReads::end(const at::RecordFunction& /*function*/, at::ObserverContext* /*context*/) {
+  if (current_ != nullptr) {
+    --current_->depth_;
+  }
+}
+
+void ValueReads::look(const at::RecordFunction& function) {
+  static const std::unordered_set<std::string_view> reads{"aten::item", "aten::_local_scalar_dense",
+                                                          "aten::is_nonzero", "aten::equal",
+                                                          "aten::allclose"};
+  if (reads.count(function.name()) == 0) {
+    return;
   }
   for (const auto& input : function.inputs()) {
     const bool is_other =
         input.isTensor() && input.toTensor().has_storage() &&
-        current_->own_storages_.count(input.toTensor().storage().unsafeGetStorageImpl()) == 0;
-    current_->found_ |= is_other;
+        own_storages_.count(input.toTensor().storage().unsafeGetStorageImpl()) == 0;
+    found_ |= is_other;
   }
-  return nullptr;
 }
 
 }  // namespace torchium::gradients::detail

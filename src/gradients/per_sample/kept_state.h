@@ -60,7 +60,8 @@ class KeptRandomState {
 
 // Looks for reads of tensors' values by the host, on this thread, while it exists. What a forward
 // pass then does for a sample may depend on others of the batch. Reads of tensors of the model
-// alone, such as a temperature, are no matter.
+// alone, such as a temperature, are no matter, nor are those of operators, such as the checks of
+// one_hot().
 class ValueReads {
  public:
   explicit ValueReads(const torch::nn::Module& model);
@@ -71,9 +72,12 @@ class ValueReads {
   bool found() const { return found_; }
 
  private:
-  static std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& function);
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function);
+  static void end(const at::RecordFunction& function, at::ObserverContext* context);
+  void look(const at::RecordFunction& function);
 
   std::unordered_set<const void*> own_storages_;
+  int64_t depth_ = 0;  // of operators that run
   bool found_ = false;
   at::CallbackHandle callback_;
   static thread_local ValueReads* current_;

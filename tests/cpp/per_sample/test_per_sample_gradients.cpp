@@ -334,7 +334,7 @@ TEST(PerSampleGradients, LeaveTablesThatLookupsRenormalise) {
   }
 }
 
-// A value of the model itself, which is the same for all samples, does not make a pass for each.
+// Values of the model itself, which are the same for all samples, and those that operators check.
 TEST(PerSampleGradients, ReadValuesOfTheModelInOnePass) {
   struct Scaled : public nn::Module {
     Scaled() {
@@ -343,7 +343,8 @@ TEST(PerSampleGradients, ReadValuesOfTheModelInOnePass) {
     }
     torch::Tensor forward(const torch::Tensor& x) {
       ++calls;
-      return linear(x) * scale.item<double>();
+      const auto signs = torch::one_hot(x.gt(0).select(1, 0).to(torch::kLong), 3);
+      return linear(x) * scale.item<double>() + signs;
     }
     nn::Linear linear{nullptr};
     torch::Tensor scale;
