@@ -45,6 +45,7 @@ void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& go
 }
 
 void NaturalGradientPlan::forget() {
+  refresh_.reset();  // no calls of this step are recorded yet
   passes_.clear();
   columns_.clear();
   curvature_batches_.forget();

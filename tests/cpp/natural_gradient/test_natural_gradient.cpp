@@ -285,6 +285,22 @@ TEST(NaturalGradientTest, RunsWithLowPrecisionParameters) {
   EXPECT_EQ(state[1].second.scalar_type(), torch::kFloat);
 }
 
+// Without momentum it is the first step of a new optimizer.
+TEST(NaturalGradientTest, ANewFrequencyCountsFromTheNextBatchOn) {
+  auto model = make_mlp();
+  auto other = make_mlp();
+  const Problem problem = problems()[0];
+  const auto options = NaturalGradientOptions(0.05).damping(0.1).momentum(0.0);
+  NaturalGradient optimizer(*model, NaturalGradientOptions(options).update_freq(3));
+  train(optimizer, problem, *model, 0, 4);
+  copy_parameters(*model, *other);
+  options_of<NaturalGradientOptions>(optimizer).update_freq(1);
+  train(optimizer, problem, *model, 4, 5);
+  NaturalGradient fresh(*other, options);
+  train(fresh, problem, *other, 4, 5);
+  expect_equal(copies(model->parameters()), copies(other->parameters()));
+}
+
 TEST(NaturalGradientTest, LearnsFasterThanMomentum) {
   auto model = make_mlp();
   NaturalGradient natural(*model, NaturalGradientOptions(0.1).damping(0.01));
