@@ -138,7 +138,20 @@ def test_the_learning_rate_may_be_a_tensor():
     set_gradients([p], 0)
     shampoo.step()
     torch.testing.assert_close(p.detach().abs(), torch.full((3,), 1e-2), rtol=1e-4, atol=0)
-    assert shampoo.param_groups[0]["lr"] is rate
+    assert isinstance(shampoo.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_schedulers_of_the_optimizer_write_into_no_rate_of_the_new_one():
+    rate = torch.tensor(1e-2)
+    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(3))], lr=rate, foreach=False)
+    first, second = (torchium.Shampoo.from_adamw(adamw) for _ in range(2))
+    for optimizer in (adamw, second):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+        optimizer.step()
+        scheduler.step()
+    rates = [float(each.param_groups[0]["lr"]) for each in (adamw, first, second)]
+    assert rates == pytest.approx([1e-3, 1e-2, 1e-3])
+    assert first.defaults["lr"] == rate.new_tensor(1e-2)
 
 
 def test_capturable_is_not_taken_over():

@@ -70,10 +70,15 @@ def adopt(
             stacklevel=users_stacklevel(),
         )
     groups = [
-        {**group, "capturable": False, **hyperparameters, "params": list(group["params"])}
+        {**_own(group), "capturable": False, **hyperparameters, "params": list(group["params"])}
         for group in optimizer.param_groups
     ]
-    return groups, {**optimizer.defaults, "capturable": False, **hyperparameters}
+    return groups, {**_own(optimizer.defaults), "capturable": False, **hyperparameters}
+
+
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that schedulers of the other optimizer, which write into tensors, do not change."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
 
 
 def shampoo_options(adamw: Mapping[str, Any], *, with_eps: bool = True) -> dict[str, Any]:
