@@ -197,11 +197,18 @@ class CoreOptimizer(Optimizer):
     def _check_changed_options(self, index: int, group: dict[str, Any]) -> None:
         """Checks options that were set in ``param_groups`` since the last step."""
         lr = group["lr"]
-        if isinstance(lr, Tensor):  # its value may be on a device, which no step waits for
+        if isinstance(lr, Tensor):
             self._OPTIONS.check_lr_tensor(lr)
-        elif type(lr) is not float or self._checked_lrs.get(index) != lr:
-            group["lr"] = self._checked_lrs[index] = self._OPTIONS.checked_lr(lr)
+            if lr.is_cpu:  # no step waits for a device
+                self._checked_lr(index, lr.item())
+        else:
+            group["lr"] = self._checked_lr(index, lr)
         self._check_changed_but_lr(index, group)
+
+    def _checked_lr(self, index: int, lr: Any) -> float:
+        if type(lr) is not float or self._checked_lrs.get(index) != lr:
+            self._checked_lrs[index] = self._OPTIONS.checked_one("lr", lr)
+        return self._checked_lrs[index]
 
     def _check_changed_but_lr(self, index: int, group: dict[str, Any]) -> None:
         options = tuple([group[name] for name in self._OPTIONS.names])
@@ -224,7 +231,7 @@ class CoreOptimizer(Optimizer):
         """Drops everything that can be rebuilt from the groups and the state."""
         self._reports: list[Report] = []  # not yet raised
         self._checked_options: dict[int, tuple[Any, ...]] = {}
-        self._checked_lrs: dict[int, Any] = {}
+        self._checked_lrs: dict[int, float] = {}
 
     # ---- memory
 

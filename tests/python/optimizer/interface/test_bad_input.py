@@ -250,6 +250,24 @@ def test_a_learning_rate_that_is_no_number_is_refused_in_the_first_step_too(make
     assert_same(values(model), before)
 
 
+@all_cases
+@pytest.mark.parametrize("lr", [-1e-3, math.inf, math.nan])
+def test_a_wrong_value_that_is_written_into_a_learning_rate_is_refused(make, lr):
+    """On a CPU: no step waits for another device."""
+    model = mlp()
+    optimizer = make(model.parameters())
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+    run(model, optimizer, 0, 2)
+    rate.fill_(lr)
+    give_gradients(model, optimizer, 2)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"lr must be a finite number in \[0, .*, got "):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    rate.fill_(1e-3)
+    run(model, optimizer, 2, 1)
+
+
 def of_step(step: int) -> float:
     return 1 / step
 
