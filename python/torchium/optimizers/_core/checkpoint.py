@@ -44,7 +44,25 @@ def saved_groups(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> li
             )
         options = deepcopy({key: value for key, value in new.items() if key != "params"})
         merged.append({**old, **options, "params": old["params"]})
+    _check_order(groups, saved)
     return merged
+
+
+def _check_order(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """State belongs to positions. Names may differ, as by a prefix, but not change places."""
+    if any(isinstance(i, str) for group in saved for i in group["params"]):
+        return  # torch.distributed.checkpoint has put the state in order, but not the names
+    names, saved_names = (
+        [name for group in each for name in group.get("param_names") or []]
+        for each in (groups, saved)
+    )
+    if names == saved_names or sorted(names) != sorted(saved_names):
+        return
+    name, other = next(pair for pair in zip(names, saved_names, strict=True) if pair[0] != pair[1])
+    raise ValueError(
+        f"state_dict has the same parameters in another order, {other!r} where the optimizer has "
+        f"{name!r}; pass the parameters to the optimizer in the order of the checkpoint"
+    )
 
 
 def saved_states(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torchium
 from optimizer_cases import ALL_CASES, all_cases, assert_same, ignore_fallback, mlp, run, snapshot
+from torch import nn
 
 pytestmark = ignore_fallback
 
@@ -230,6 +232,33 @@ def test_numbers_that_no_run_has_are_refused_by_the_name_of_their_key(name):
     assert tried > 10
     assert_same(snapshot(optimizer), before)
     optimizer.load_state_dict(good)
+
+
+@all_cases
+def test_the_same_parameters_in_another_order_are_refused(make):
+    """Shapes cannot tell: a layer of the model has moved, or parameters have changed groups."""
+
+    def layers(order: list[str], prefix: str = "") -> list[tuple[str, nn.Parameter]]:
+        model = nn.ModuleDict({name: nn.Linear(6, 6) for name in order})
+        return [(prefix + name, p) for name, p in model.named_parameters()]
+
+    saved = make(layers(["a", "b"])).state_dict()
+    moved = make(layers(["b", "a"]))
+    with pytest.raises(
+        ValueError, match=r"another order, 'a.weight' where .* has 'b.weight'; pass"
+    ):
+        moved.load_state_dict(saved)
+    assert moved.param_groups[0]["param_names"][0] == "b.weight"
+    make(layers(["a", "b"], "module.")).load_state_dict(saved)
+
+    def two_groups(first: tuple[int, ...]) -> list[dict[str, Any]]:
+        named = layers(["a", "b"])
+        rest = [i for i in range(4) if i not in first]
+        return [{"params": [named[i] for i in part]} for part in (first, rest)]
+
+    saved = make(two_groups((0, 1))).state_dict()
+    with pytest.raises(ValueError, match=r"another order, 'a.bias' where .* has 'b.weight'"):
+        make(two_groups((0, 2))).load_state_dict(saved)
 
 
 def test_numbers_too_large_for_the_dtype_of_the_state_are_refused():
