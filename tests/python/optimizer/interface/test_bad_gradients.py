@@ -104,7 +104,7 @@ def test_very_first_gradient_may_be_skipped(make):
 
 
 @all_cases
-def test_third_skip_in_a_row_raises_naming_a_parameter(make):
+def test_third_skip_in_a_row_raises_naming_the_first_parameter(make):
     model = mlp()
     optimizer = make(model.named_parameters())
     run(model, optimizer)
@@ -112,6 +112,7 @@ def test_third_skip_in_a_row_raises_naming_a_parameter(make):
     for attempt in range(4):
         give_gradients(model, optimizer, attempt)
         poison(model[3].weight, math.nan)
+        poison(model[3].bias, math.inf)
         if attempt < 2:
             optimizer.step()
             optimizer.check_errors()
