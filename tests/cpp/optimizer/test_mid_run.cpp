@@ -112,6 +112,18 @@ TEST(HugeGradients, TheLimitFollowsAPenaltyThatIsSetLater) {
   EXPECT_EQ(step_of(optimizer, param), 2);
 }
 
+TEST(HugeGradients, APenaltyLimitsTheParameterToo) {
+  const double limit = std::sqrt(std::numeric_limits<float>::max() / (32.0 * 1000)) / 2 / 1e-3;
+  for (const double share : {0.999, 1.001}) {
+    auto param = parameter(torch::full({40, 25}, share * limit));
+    Adagrad adagrad({param}, AdagradOptions(0.0).weight_decay(1e-3));
+    set_grad(param, torch::ones({40, 25}));
+    adagrad.step();
+    EXPECT_EQ(step_of(adagrad, param), share < 1.0 ? 1 : 0);
+    EXPECT_TRUE(all_finite(all_state(adagrad)));
+  }
+}
+
 TEST(HugeGradients, AreNamedWithTheLimitOfTheirStep) {
   auto param = parameter(torch::ones({50}));
   Adagrad optimizer({param});
