@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from ..._callers import users_stacklevel
 from .._core.keywords import unexpected_keyword
 from .._core.options import OptionList
+from .._core.parameters import with_own_tensors
 from .sharing import SHARING_ARGUMENTS
 
 SHAMPOO = OptionList("Shampoo")
@@ -69,16 +70,17 @@ def adopt(
             "new one; make it again, for the new optimizer",
             stacklevel=users_stacklevel(),
         )
+    # Schedulers of the other optimizer write into learning rates that are tensors.
     groups = [
-        {**_own(group), "capturable": False, **hyperparameters, "params": list(group["params"])}
+        {
+            **with_own_tensors(group),
+            "capturable": False,
+            **hyperparameters,
+            "params": list(group["params"]),
+        }
         for group in optimizer.param_groups
     ]
-    return groups, {**_own(optimizer.defaults), "capturable": False, **hyperparameters}
-
-
-def _own(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that schedulers of the other optimizer, which write into tensors, do not change."""
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
+    return groups, {**with_own_tensors(optimizer.defaults), "capturable": False, **hyperparameters}
 
 
 def shampoo_options(adamw: Mapping[str, Any], *, with_eps: bool = True) -> dict[str, Any]:

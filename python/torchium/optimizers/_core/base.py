@@ -27,6 +27,7 @@ from .parameters import (
     check_unsharded,
     parameter_name,
     parameter_names,
+    with_own_tensors,
 )
 from .plan import Report
 from .schedules import SCHEDULES, without_schedules
@@ -335,21 +336,17 @@ class CoreOptimizer(Optimizer):
 
 
 def _clone_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Copies the state into a state dict: a saved view would include its whole buffer.
+    """Copies state and learning rates into a state dict: a saved view would include its whole buffer.
 
     Functions are left out.
     """
-    groups = [without_schedules(group) for group in state_dict["param_groups"]]
+    groups = [with_own_tensors(without_schedules(group)) for group in state_dict["param_groups"]]
     return {**state_dict, "state": _cloned(state_dict["state"]), "param_groups": groups}
 
 
 def _cloned(states: dict[Any, Any]) -> dict[Any, Any]:
     """The same with copies of the tensors; other code may keep anything besides the state of parameters."""
     return {
-        key: (
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-            if isinstance(state, dict)
-            else state
-        )
+        key: with_own_tensors(state) if isinstance(state, dict) else state
         for key, state in states.items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +91,11 @@ def _check_placements(param: Any, name: str) -> None:
             f"{name} has the placements {param.placements}; a parameter must be replicated or sharded "
             "in each dimension of its mesh, for example by redistribute()"
         )
+
+
+def with_own_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same values, with copies of the tensors."""
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -134,6 +134,9 @@ def test_a_learning_rate_in_a_tensor_is_not_shared_with_the_checkpoint(make):
     other.load_state_dict(state_dict)
     other.param_groups[0]["lr"].fill_(0.5)
     assert state_dict["param_groups"][0]["lr"] == torch.tensor(0.01)
+    state_dict = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"].fill_(0.5)  # as schedulers do
+    assert state_dict["param_groups"][0]["lr"] == torch.tensor(0.01)
 
 
 @plain_cases
