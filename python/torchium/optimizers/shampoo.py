@@ -318,6 +318,25 @@ class Shampoo(Consolidating, BlockedOptimizer):
                     state[param] = {**others, **own}
         return state
 
+    def _own_state_to_save(self) -> defaultdict[Tensor, Any]:
+        """What begins afresh with changed options does so in a checkpoint or copy too."""
+        if self._sharing.group_name or self._has_shards():
+            return self.state
+        try:
+            saved = self._plans.whole_states(*self._groups())
+        except (KeyError, ValueError):  # of a wrong option: the next step raises it
+            return self.state
+        state = defaultdict(dict, self.state)
+        for group, states in zip(self.param_groups, saved, strict=True):
+            for param, own in zip(group["params"], states, strict=True):
+                if own:
+                    state[param] = {**state[param], **own}
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._holding(self._own_state_to_save()):
+            return super().__getstate__()
+
     def _shares(self, groups: Groups) -> list[list[State]]:
         return [
             [

@@ -242,9 +242,6 @@ void BlockedOptimizer::sync_learning_rates() {
 }
 
 std::optional<BlockedOptimizer::StateMap> BlockedOptimizer::whole_state() const {
-  if (!plans().shares()) {
-    return std::nullopt;
-  }
   StateMap whole;
   const std::vector<detail::BlockedGroup> all_groups = groups();
   plans().agree_on_states(all_groups, /*as_shares=*/false);

@@ -100,6 +100,13 @@ void copy_values(const ParameterState& old, ParameterState& fresh, const at::Ten
   }
 }
 
+void begin(const StateBuffer& buffer, StateEntry& entry, bool is_new) {
+  entry.state.*buffer.tensor = parameter_shaped_zeros(entry.param);
+  if (buffer.start != nullptr && !is_new) {
+    entry.state.*buffer.start = entry.state.step.clone();
+  }
+}
+
 void refuse_to_create(c10::Device device) {
   TORCH_CHECK(!torchium::detail::is_capturing(device),
               "a CUDA graph cannot capture this call: state has to be created; run a step before "
@@ -276,9 +283,8 @@ bool BlockedPlan::is_complete(const StateEntry& entry) const {
   return std::all_of(
       std::begin(kStateBuffers), std::end(kStateBuffers), [&](const StateBuffer& buffer) {
         const bool is_there = (entry.state.*buffer.tensor).defined();
-        return needs_buffer(buffer)
-                   ? is_there && !(entry.origin && begins_afresh(buffer, *entry.origin->options))
-                   : !is_there || buffer.start == nullptr;
+        return needs_buffer(buffer) ? is_there && !holds_another_quantity(entry, buffer)
+                                    : !is_there || buffer.start == nullptr;
       });
 }
 
@@ -292,15 +298,24 @@ void BlockedPlan::fit_buffers(StateEntry& entry, bool is_new) const {
         tensor.reset();
         (entry.state.*buffer.start).reset();
       }
-    } else if (!tensor.defined() ||
-               (entry.origin && begins_afresh(buffer, *entry.origin->options))) {
+    } else if (!tensor.defined() || holds_another_quantity(entry, buffer)) {
       refuse_to_create(device());
-      tensor = parameter_shaped_zeros(entry.param);
-      if (buffer.start != nullptr && !is_new) {
-        entry.state.*buffer.start = entry.state.step.clone();
-      }
+      begin(buffer, entry, is_new);
     }
   }
+}
+
+void BlockedPlan::begin_averages_afresh(StateEntry& entry) const {
+  for (const StateBuffer& buffer : kStateBuffers) {
+    if (needs_buffer(buffer) && holds_another_quantity(entry, buffer)) {
+      begin(buffer, entry, /*is_new=*/false);
+    }
+  }
+}
+
+bool BlockedPlan::holds_another_quantity(const StateEntry& entry, const StateBuffer& buffer) const {
+  return entry.origin && (entry.state.*buffer.tensor).defined() &&
+         begins_afresh(buffer, *entry.origin->options);
 }
 
 // Throws unless the state is exactly what a parameter of this shape needs with these options.

@@ -58,6 +58,9 @@ class BlockedPlan : public StepPlan {
   // given tensors. Throws c10::ValueError for state of other options or of another shape.
   void fit(std::vector<StateEntry>& entries) const;
 
+  // Replaces averages of another quantity than that of the options, as fit() does.
+  void begin_averages_afresh(StateEntry& entry) const;
+
   // Whether the state has all that a step needs, and no average that the options no longer use.
   bool is_complete(const StateEntry& entry) const;
 
@@ -113,6 +116,7 @@ class BlockedPlan : public StepPlan {
   void check_state(const StateEntry& entry, const ParameterState& needed) const;
   std::string changes_since(const StateEntry& entry) const;
   void fit_buffers(StateEntry& entry, bool is_new) const;
+  bool holds_another_quantity(const StateEntry& entry, const StateBuffer& buffer) const;
 
   std::vector<BlockUpdate> updates_;
 };

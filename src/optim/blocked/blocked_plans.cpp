@@ -280,6 +280,22 @@ c10::intrusive_ptr<BlockedPlan> BlockedPlans::plan_of(const BlockedGroup& group,
   return plan;
 }
 
+std::vector<ParameterState> BlockedPlans::whole_states(size_t /*index*/,
+                                                       const BlockedGroup& group) {
+  const c10::NoGradGuard no_grad;
+  const auto plan = plan_of(group);
+  std::vector<ParameterState> states = group.states;
+  for (size_t i = 0; i < states.size(); ++i) {
+    const auto origin = origins_.find(group.params[i].unsafeGetTensorImpl());
+    if (origin != origins_.end() && !states[i].is_empty()) {
+      StateEntry entry{group.params[i], {}, states[i], true, origin->second};
+      plan->begin_averages_afresh(entry);
+      states[i] = std::move(entry.state);
+    }
+  }
+  return states;
+}
+
 std::vector<ParameterState> BlockedPlans::load(size_t index, const BlockedGroup& group,
                                                const std::vector<NamedTensors>& saved) const {
   const c10::NoGradGuard no_grad;

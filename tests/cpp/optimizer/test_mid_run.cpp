@@ -409,6 +409,21 @@ TEST(LateAverages, OfAnotherKindStartAfreshAfterALoadToo) {
   EXPECT_EQ(state.grafting_second_moment_start().item<float>(), 50);
 }
 
+// An archive does not tell of what kind it is.
+TEST(LateAverages, OfAnotherKindStartAfreshInAnArchiveToo) {
+  auto param = parameter(torch::ones({6, 4}));
+  Shampoo optimizer({param}, ShampooOptions(1e-3).grafting("adam").betas({0.0, 0.99}));
+  train(optimizer, {param}, 0, 5);
+  options_of<ShampooOptions>(optimizer).grafting("adagrad");
+  auto resumed_param = parameter(param.detach().clone());
+  Shampoo resumed({resumed_param});
+  load(resumed, saved(optimizer));
+  train(optimizer, {param}, 5, 8);
+  train(resumed, {resumed_param}, 5, 8);
+  expect_equal(copies({resumed_param}), copies({param}));
+  expect_equal(all_state(resumed), all_state(optimizer));
+}
+
 // ---- counts
 
 template <typename Options>

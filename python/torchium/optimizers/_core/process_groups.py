@@ -119,20 +119,25 @@ class Consolidating(Optimizer):
         consolidated = self._take_consolidated()
         if consolidated is not None:
             return consolidated
-        if not self._is_partial():
-            return super().state_dict()
-        if not self._all_ranks_call():
+        is_partial = self._is_partial()
+        if is_partial and not self._all_ranks_call():
             raise RuntimeError(
                 f"each rank of the process_group keeps {self._PART}, and state_dict() would wait for the "
                 "others; call it on all ranks in a block `with optimizer.consolidating():`, and save what it "
                 "returns on one"
             )
-        part = self.state
-        self.state = self._state_to_save()
-        try:
+        with self._holding(self._state_to_save() if is_partial else self._own_state_to_save()):
             return super().state_dict()
+
+    @contextmanager
+    def _holding(self, state: defaultdict[Tensor, Any]) -> Iterator[None]:
+        """A block in which the optimizer has this state."""
+        own = self.state
+        self.state = state
+        try:
+            yield
         finally:
-            self.state = part
+            self.state = own
 
     def _all_ranks_call(self) -> bool:
         return self._consolidates
@@ -146,4 +151,9 @@ class Consolidating(Optimizer):
         raise NotImplementedError
 
     def _state_to_save(self) -> defaultdict[Tensor, Any]:
+        """The whole state."""
         raise NotImplementedError
+
+    def _own_state_to_save(self) -> defaultdict[Tensor, Any]:
+        """The state of this rank, without waiting for others."""
+        return self.state

@@ -134,6 +134,19 @@ def test_the_ratio_is_that_of_the_quadratic_model_of_natural_gradient(lr, max_no
 
 
 @both
+def test_a_learning_rate_that_is_written_after_the_step_does_not_count(kind):
+    """As by a scheduler, where it is a tensor."""
+    ratios = []
+    for later in (0.5, 0.1):
+        model = network()
+        optimizer = make(kind, model, lr=torch.tensor(0.5))
+        before = take_step(model, optimizer)
+        optimizer.param_groups[0]["lr"].fill_(later)
+        ratios.append(optimizer.update_damping(before, loss_of(model).item()))
+    assert ratios[0] == ratios[1]
+
+
+@both
 @pytest.mark.parametrize(
     ("part", "power"), [(0.8, 1), (0.74, 0), (0.26, 0), (0.2, -1), (-3.0, -1), (math.nan, -1)]
 )

@@ -547,6 +547,30 @@ def test_a_second_moment_of_another_kind_starts_afresh(before, after, device):
     assert optimizer.state[params[0]]["grafting_second_moment_start"] == 1000
 
 
+@pytest.mark.parametrize("how", ["load", "copy", "pickle", "resume"])
+@pytest.mark.parametrize(("before", "after"), [("adam", "adagrad"), ("adagrad", "rmsprop")])
+def test_a_second_moment_of_another_kind_starts_afresh_in_checkpoints_too(before, after, how):
+    """It does not tell of what kind it is."""
+    model = mlp()
+    optimizer = torchium.Shampoo(model.named_parameters(), grafting=before)
+    run(model, optimizer)
+    if how == "resume":  # the change comes after a checkpoint, before a step
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["grafting"] = after
+    if how in ("load", "resume"):
+        resumed_model = copy.deepcopy(model)
+        resumed = loaded(optimizer, resumed_model)
+    else:
+        pair = (model, optimizer)
+        resumed_model, resumed = (
+            copy.deepcopy(pair) if how == "copy" else pickle.loads(pickle.dumps(pair))
+        )
+    assert "grafting_second_moment_start" not in optimizer.state[model[0].weight]
+    assert_same(run(resumed_model, resumed, 4, 3), run(model, optimizer, 4, 3))
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    assert optimizer.state[model[0].weight]["grafting_second_moment_start"] == 4
+
+
 @plain_cases
 def test_averages_from_the_first_step_need_no_start(make):
     _model, optimizer = trained(make)
