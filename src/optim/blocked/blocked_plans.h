@@ -78,9 +78,11 @@ class BlockedPlans : public torch::CustomClassHolder {
   void step_groups(const std::function<bool(size_t group)>& includes, const LearningRates& lr,
                    const std::function<at::Tensor(size_t group)>& found_inf,
                    const std::function<SharedInputs(size_t group)>& shared);
-  // Of groups whose plans defer, after their steps: StepPlan::finish(), or abandon() for all.
+  // Whether the step of a group leaves its updates to StepPlan::finish().
   bool defers(size_t group) const;
+  // Calls finish() for the plans of these groups, after their steps.
   void finish_groups(const std::function<void(size_t group, BlockedPlan& plan)>& finish);
+  // Ends the steps that are not finished, without updates.
   void abandon();
   // The number by which the loss of the next step was multiplied, for plans that differentiate its
   // gradients; undefined: 1.

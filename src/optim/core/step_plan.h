@@ -116,7 +116,7 @@ class StepPlan : public torch::CustomClassHolder {
 
   // Whether the planned step leaves the updates of its parameters to finish().
   bool defers() const { return planned_ != nullptr && planned_->defers(); }
-  // After step(), where the plan defers: PlannedStep::finish(), or no update at all.
+  // Ends a step that defers: PlannedStep::finish(); or without updates.
   void finish(const at::Tensor& lr, double decoupled_weight_decay);
   void abandon();
 

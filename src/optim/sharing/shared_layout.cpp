@@ -269,9 +269,9 @@ void SharedPlans::lay_out_own_directions(at::ScalarType dtype, Exchange& exchang
   }
 }
 
-// The directions of parameters whose blocks stay with this rank alone need no memory of their own
-// on a GPU: the blocks' steps wait for the agreement of the ranks and then update the parameters.
-// Not for less than a bucket: the steps of small models are better off as CUDA graphs.
+// On a GPU, the steps of blocks that this rank alone holds wait for the agreement of the ranks and
+// then update the parameters themselves: their directions are neither written nor read again. Below
+// a bucket that saves nothing.
 void SharedPlans::find_staying() {
   int64_t bytes = 0;
   for (Parameter& p : parameters_) {

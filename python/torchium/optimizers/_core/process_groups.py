@@ -61,7 +61,7 @@ class Consolidating(Optimizer):
 
     _PART: ClassVar[str]  # what a rank may keep alone
     _consolidates = False
-    # The whole state until parameters change, and their versions at that time.
+    # The whole state, and the versions of the parameters that it belongs to.
     _consolidated: tuple[list[int], dict[str, Any]] | None = None
 
     def consolidating(self) -> AbstractContextManager[None]:
@@ -97,7 +97,9 @@ class Consolidating(Optimizer):
             self._consolidated = self._versions(), state
 
     def _take_consolidated(self) -> dict[str, Any] | None:
-        versions, state = self._consolidated or ([], None)
+        if self._consolidated is None:
+            return None
+        versions, state = self._consolidated
         self._consolidated = None
         return state if versions == self._versions() else None
 
