@@ -28,9 +28,10 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 /// the sample in dimension 0 of the input. This is checked: each row must depend only on its own
 /// sample's loss, the first sample must give the same values when alone in the batch, and all
 /// samples the same when the batch is rolled by one. All other models (recurrent layers, attention,
-/// time in dimension 0, positions that samples share, values of the batch that `forward` reads)
-/// need one pass per sample, which is slow for a batch; a warning gives the reason. Parameter hooks
-/// run in that case, as in torch::autograd::grad().
+/// time in dimension 0, positions that samples share, values of the batch that `forward` reads by
+/// item(), equal() or allclose(); reads through data_ptr() or an accessor go unnoticed) need one
+/// pass per sample, which is slow for a batch; a warning gives the reason. Parameter hooks run in
+/// that case, as in torch::autograd::grad().
 ///
 ///     auto gradients = torchium::per_sample_gradients(
 ///         *model, [&](const auto& x) { return model->forward(x); },

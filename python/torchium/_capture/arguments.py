@@ -24,7 +24,10 @@ def gets_input_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     Not where a norm gets a gate too, as in Mamba. Transposed convolutions may get the size of their
     output.
     """
-    if len(args) + len(kwargs) == 1 or isinstance(module, _ConvNd):
+    values = (*args, *kwargs.values())
+    if len(values) <= 1:
+        return bool(values) and isinstance(values[0], Tensor)
+    if isinstance(module, _ConvNd):
         return True
     signature = inspect.signature(type(module).forward)
     given = signature.bind(module, *args, **kwargs).arguments

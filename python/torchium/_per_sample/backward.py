@@ -219,8 +219,8 @@ class per_sample:
         for name, param in params.items():
             if param in used_outside:
                 raise ValueError(
-                    f"the loss depends on the parameter {name!r} outside of its layer too; call "
-                    "per_sample_gradients()"
+                    f"the loss depends on the parameter {name!r} outside of its layer, or in a call of "
+                    "it with other inputs than one tensor; call per_sample_gradients()"
                 )
         rows = [self._rows(list(params.values()), calls) for calls in passes]
         for param, of_passes in zip(params.values(), zip(*rows, strict=True), strict=True):

@@ -329,9 +329,9 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         :math:`(p)`. It is the better choice for outputs with many elements. Tokens may also be samples:
         outputs flattened to :math:`[N T, C]` give the same ``"mc"``, and take :math:`C` instead of :math:`T C`
         passes for ``"ggn"``, which is then exact if no layer mixes the positions; where gradients of a sample are
-        summed over them (``weight_sharing="reduce"``, ``ekfac``, natural gradient), it raises an error. Where an output depends on
-        several samples, as the similarities of a contrastive loss do, ``"ggn"`` adds cross terms of samples to
-        :math:`G`, and ``"mc"`` none in expectation.
+        summed over them (``weight_sharing="reduce"``, ``ekfac``, natural gradient), it raises an error. Where an
+        output depends on several samples, as the similarities of a contrastive loss do, ``"ggn"`` adds cross
+        terms of samples to :math:`G`, and ``"mc"`` none in expectation.
 
         Layers within ``torch.utils.checkpoint`` with ``use_reentrant=True`` are not reached. Hooks of
         tensors run in these passes too. Does not wait for the device.

@@ -231,9 +231,9 @@ class NaturalGradient(CapturingOptimizer):
         where :math:`S` has the rows :math:`v^\top J_i`, one for each column :math:`v` of a square root of
         :math:`H_i`: :math:`N C` rows for outputs :math:`[N, C]` and ``fisher="ggn"``, :math:`N` times
         ``samples`` for ``"mc"``. The :math:`N` samples are those of all calls since the last step or
-        ``zero_grad()``; calls for several outputs of one forward pass have the same ones. The losses, the arguments, when to call it and what it raises are those of
-        :meth:`KFAC.update_curvature`; a step that keeps its matrix (``update_freq``) needs no call, which
-        then does nothing.
+        ``zero_grad()``; calls for several outputs of one forward pass have the same ones. The losses, the
+        arguments, when to call it and what it raises are those of :meth:`KFAC.update_curvature`; a step that
+        keeps its matrix (``update_freq``) needs no call, which then does nothing.
 
         Example:
             >>> model = torch.nn.Linear(10, 2)

@@ -151,15 +151,17 @@ ValueReads::~ValueReads() {
   current_ = nullptr;
 }
 
+// A RECORD_FUNCTION of the program, which has no name of an operator, may surround the model's own
+// reads.
 std::unique_ptr<at::ObserverContext> ValueReads::begin(const at::RecordFunction& function) {
-  if (current_ != nullptr && current_->depth_++ == 0) {
+  if (current_ != nullptr && function.operator_name() && current_->depth_++ == 0) {
     current_->look(function);
   }
   return nullptr;
 }
 
-void ValueReads::end(const at::RecordFunction& /*function*/, at::ObserverContext* /*context*/) {
-  if (current_ != nullptr) {
+void ValueReads::end(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
+  if (current_ != nullptr && function.operator_name()) {
     --current_->depth_;
   }
 }
@@ -172,10 +174,10 @@ void ValueReads::look(const at::RecordFunction& function) {
     return;
   }
   for (const auto& input : function.inputs()) {
-    const bool is_other =
+    const bool is_of_batch =
         input.isTensor() && input.toTensor().has_storage() &&
         own_storages_.count(input.toTensor().storage().unsafeGetStorageImpl()) == 0;
-    found_ |= is_other;
+    found_ = found_ || is_of_batch;
   }
 }
 

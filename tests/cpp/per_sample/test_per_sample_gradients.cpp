@@ -81,6 +81,11 @@ std::vector<std::pair<std::string, Forward>> forwards() {
        [](Layers& m, const auto& x) {
          return x.sum().template item<double>() > 0 ? m.a(x).sum(1) : m.b(x).sum(1);
        }},
+      {"read_in_a_recorded_block",
+       [](Layers& m, const auto& x) {
+         RECORD_FUNCTION("block", {});
+         return x.sum().template item<double>() > 0 ? m.a(x).sum(1) : m.b(x).sum(1);
+       }},
       {"counted",
        [](Layers& m, const auto& x) {
          m.calls += 1;

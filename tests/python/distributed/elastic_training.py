@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def main(folder: Path, steps: int, ranks: int) -> None:
-    dist.init_process_group(
-        "gloo", timeout=timedelta(minutes=10)
-    )  # no rank waits for one that is dead
+    # No rank waits for one that is dead.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     begins = not any(folder.glob("[0-9]*"))
     while begins and dist.get_world_size() < ranks:
         time.sleep(0.1)  # until torchrun restarts all, because another host has come

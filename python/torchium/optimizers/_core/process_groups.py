@@ -62,7 +62,7 @@ class Consolidating(Optimizer):
     _PART: ClassVar[str]  # what a rank may keep alone
     _consolidates = False
     # The whole state, and the versions of the parameters that it belongs to.
-    _consolidated: tuple[list[int], dict[str, Any]] | None = None
+    _consolidated: tuple[list[int], defaultdict[Tensor, Any]] | None = None
 
     def consolidating(self) -> AbstractContextManager[None]:
         """A block that all ranks of the ``process_group`` enter, in which ``state_dict()`` gathers the state.
@@ -82,21 +82,34 @@ class Consolidating(Optimizer):
         """Gathers the whole state on one rank, where the next ``state_dict()`` returns it.
 
         The interface of :class:`torch.distributed.optim.ZeroRedundancyOptimizer`, which Lightning and other
-        trainers call. All ranks must call it. A step in between discards what was gathered.
+        trainers call. All ranks must call it. After a step or a load ``state_dict()`` raises again. In one
+        process nothing needs to be gathered.
 
         Args:
             to: the rank of the ``process_group`` (of all processes without one) that keeps the state
                 (default: 0). On the others ``state_dict()`` raises as without this call.
+
+        Raises:
+            ValueError: ``to`` is no rank of the group.
         """
         self._consolidated = None
         with self.consolidating():
             if not self._is_partial():
                 return
-            state = self.state_dict()
-        if torch.distributed.get_rank(group_named(self._ranks_of_state())) == to:
+            ranks = group_named(self._ranks_of_state())
+            if not 0 <= to < ranks.size():
+                raise ValueError(
+                    f"to must be a rank of the process_group, in [0, {ranks.size()}), got {to}"
+                )
+            state = self._state_to_save()
+        if ranks.rank() == to:
             self._consolidated = self._versions(), state
 
-    def _take_consolidated(self) -> dict[str, Any] | None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._consolidated = None
+        super().load_state_dict(state_dict)
+
+    def _take_consolidated(self) -> defaultdict[Tensor, Any] | None:
         if self._consolidated is None:
             return None
         versions, state = self._consolidated
@@ -118,9 +131,13 @@ class Consolidating(Optimizer):
             RuntimeError: a rank that keeps a part calls it outside of ``consolidating()``, where it might wait
                 forever.
         """
-        consolidated = self._take_consolidated()
-        if consolidated is not None:
-            return consolidated
+        state = self._take_consolidated()
+        if state is None:
+            state = self._state_of_checkpoint()
+        with self._holding(state):
+            return super().state_dict()
+
+    def _state_of_checkpoint(self) -> defaultdict[Tensor, Any]:
         is_partial = self._is_partial()
         if is_partial and not self._all_ranks_call():
             raise RuntimeError(
@@ -128,8 +145,7 @@ class Consolidating(Optimizer):
                 "others; call it on all ranks in a block `with optimizer.consolidating():`, and save what it "
                 "returns on one"
             )
-        with self._holding(self._state_to_save() if is_partial else self._own_state_to_save()):
-            return super().state_dict()
+        return self._state_to_save() if is_partial else self._own_state_to_save()
 
     @contextmanager
     def _holding(self, state: defaultdict[Tensor, Any]) -> Iterator[None]:

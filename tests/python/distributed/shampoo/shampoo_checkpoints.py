@@ -198,6 +198,18 @@ def one_rank_takes_a_consolidated_state(ranks: int) -> None:
     train(optimizer, params, range(2, 3))
     kind, _ = message_of(optimizer.state_dict)
     assert kind == "RuntimeError"  # what was gathered is no longer the state
+    saved = whole_state(optimizer)
+    optimizer.consolidate_state_dict()
+    optimizer.load_state_dict(saved)
+    kind, _ = message_of(optimizer.state_dict)
+    assert kind == "RuntimeError"
+    optimizer.consolidate_state_dict()
+    optimizer.param_groups[0]["lr"] = 0.5
+    if dist.get_rank() == 0:
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    kind, message = message_of(lambda: optimizer.consolidate_state_dict(to=ranks))
+    assert kind == "ValueError"
+    assert f"to must be a rank of the process_group, in [0, {ranks}), got {ranks}" in message
     placed = shards(parameters(shapes=[(16, 8), (5,)]), line(ranks), [Shard(0)])
     sharded = shampoo(placed)
     train(sharded, placed, range(2))

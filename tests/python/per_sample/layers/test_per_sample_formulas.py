@@ -218,6 +218,43 @@ def test_what_a_block_cannot_take_of_registered_layers():
             pass
 
 
+class OddInputs(Scale):
+    def forward(self, *inputs: Tensor | list[Tensor], scale: float = 1.0) -> Tensor:
+        tensors = [t for each in inputs for t in (each if isinstance(each, list) else [each])]
+        return self.factor * sum(tensors, torch.zeros(4)) * scale + self.shift
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer, x: layer(),
+        lambda layer, x: layer(scale=2.0),
+        lambda layer, x: layer([x, x.sin()]),
+        lambda layer, x: layer(x, x.sin()),
+    ],
+)
+def test_a_formula_is_for_calls_with_one_tensor(call):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.odd = nn.Linear(5, 4), OddInputs(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            return x.tanh() + call(self.odd, x)
+
+    gradients.register_layer(OddInputs, scale_formula)
+    model = Model()
+    x, y = torch.randn(3, 5), torch.ones(3)
+    with pytest.raises(pytest.fail.Exception, match="a formula was not used"):
+        torchium.per_sample_gradients(model, squares, x, y)
+    with (
+        pytest.raises(ValueError, match=r"'odd.*in a call of it with other inputs than one tensor"),
+        gradients.per_sample(model),
+    ):
+        squares(model(x), y).backward()
+
+
 def test_a_subclass_with_a_forward_of_its_own_is_another_layer():
     class Child(Scale):
         pass
