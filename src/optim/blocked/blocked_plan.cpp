@@ -100,7 +100,7 @@ void copy_values(const ParameterState& old, ParameterState& fresh, const at::Ten
   }
 }
 
-void begin(const StateBuffer& buffer, StateEntry& entry, bool is_new) {
+void start_average(const StateBuffer& buffer, StateEntry& entry, bool is_new) {
   entry.state.*buffer.tensor = parameter_shaped_zeros(entry.param);
   if (buffer.start != nullptr && !is_new) {
     entry.state.*buffer.start = entry.state.step.clone();
@@ -280,12 +280,12 @@ void BlockedPlan::fit(std::vector<StateEntry>& entries) const {
 }
 
 bool BlockedPlan::is_complete(const StateEntry& entry) const {
-  return std::all_of(
-      std::begin(kStateBuffers), std::end(kStateBuffers), [&](const StateBuffer& buffer) {
-        const bool is_there = (entry.state.*buffer.tensor).defined();
-        return needs_buffer(buffer) ? is_there && !holds_another_quantity(entry, buffer)
-                                    : !is_there || buffer.start == nullptr;
-      });
+  return std::all_of(std::begin(kStateBuffers), std::end(kStateBuffers),
+                     [&](const StateBuffer& buffer) {
+                       const bool is_there = (entry.state.*buffer.tensor).defined();
+                       return needs_buffer(buffer) ? is_there && !has_stale_average(entry, buffer)
+                                                   : !is_there || buffer.start == nullptr;
+                     });
 }
 
 // An average that begins late keeps the step count at which it begins. An average that is not
@@ -298,24 +298,24 @@ void BlockedPlan::fit_buffers(StateEntry& entry, bool is_new) const {
         tensor.reset();
         (entry.state.*buffer.start).reset();
       }
-    } else if (!tensor.defined() || holds_another_quantity(entry, buffer)) {
+    } else if (!tensor.defined() || has_stale_average(entry, buffer)) {
       refuse_to_create(device());
-      begin(buffer, entry, is_new);
+      start_average(buffer, entry, is_new);
     }
   }
 }
 
-void BlockedPlan::begin_averages_afresh(StateEntry& entry) const {
+void BlockedPlan::restart_averages(StateEntry& entry) const {
   for (const StateBuffer& buffer : kStateBuffers) {
-    if (needs_buffer(buffer) && holds_another_quantity(entry, buffer)) {
-      begin(buffer, entry, /*is_new=*/false);
+    if (needs_buffer(buffer) && has_stale_average(entry, buffer)) {
+      start_average(buffer, entry, /*is_new=*/false);
     }
   }
 }
 
-bool BlockedPlan::holds_another_quantity(const StateEntry& entry, const StateBuffer& buffer) const {
+bool BlockedPlan::has_stale_average(const StateEntry& entry, const StateBuffer& buffer) const {
   return entry.origin && (entry.state.*buffer.tensor).defined() &&
-         begins_afresh(buffer, *entry.origin->options);
+         restarts(buffer, *entry.origin->options);
 }
 
 // Throws unless the state is exactly what a parameter of this shape needs with these options.

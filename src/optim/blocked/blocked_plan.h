@@ -59,7 +59,7 @@ class BlockedPlan : public StepPlan {
   void fit(std::vector<StateEntry>& entries) const;
 
   // Replaces averages of another quantity than that of the options, as fit() does.
-  void begin_averages_afresh(StateEntry& entry) const;
+  void restart_averages(StateEntry& entry) const;
 
   // Whether the state has all that a step needs, and no average that the options no longer use.
   bool is_complete(const StateEntry& entry) const;
@@ -98,9 +98,7 @@ class BlockedPlan : public StepPlan {
   // Whether a step uses this one of kStateBuffers.
   virtual bool needs_buffer(const StateBuffer& buffer) const { return false; }
   // Whether the buffer holds another quantity than with the options `before`.
-  virtual bool begins_afresh(const StateBuffer& buffer, const Options& before) const {
-    return false;
-  }
+  virtual bool restarts(const StateBuffer& buffer, const Options& before) const { return false; }
   // Throws c10::ValueError for saved state of another rule than that of the parameter.
   virtual void check_saved_rule(const at::Tensor& param, const ParameterState& saved,
                                 const std::string& name) const {}
@@ -116,7 +114,7 @@ class BlockedPlan : public StepPlan {
   void check_state(const StateEntry& entry, const ParameterState& needed) const;
   std::string changes_since(const StateEntry& entry) const;
   void fit_buffers(StateEntry& entry, bool is_new) const;
-  bool holds_another_quantity(const StateEntry& entry, const StateBuffer& buffer) const;
+  bool has_stale_average(const StateEntry& entry, const StateBuffer& buffer) const;
 
   std::vector<BlockUpdate> updates_;
 };

@@ -289,7 +289,7 @@ std::vector<ParameterState> BlockedPlans::whole_states(size_t /*index*/,
     const auto origin = origins_.find(group.params[i].unsafeGetTensorImpl());
     if (origin != origins_.end() && !states[i].is_empty()) {
       StateEntry entry{group.params[i], {}, states[i], true, origin->second};
-      plan->begin_averages_afresh(entry);
+      plan->restart_averages(entry);
       states[i] = std::move(entry.state);
     }
   }

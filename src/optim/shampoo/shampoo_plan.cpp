@@ -32,7 +32,7 @@ bool ShampooPlan::needs_buffer(const StateBuffer& buffer) const {
 }
 
 // A sum of squares is not an average.
-bool ShampooPlan::begins_afresh(const StateBuffer& buffer, const Options& before) const {
+bool ShampooPlan::restarts(const StateBuffer& buffer, const Options& before) const {
   const bool summed = static_cast<const ShampooOptions&>(before).grafting() == "adagrad";
   return buffer.tensor == &ParameterState::grafting_second_moment &&
          summed != (options_.grafting() == "adagrad");

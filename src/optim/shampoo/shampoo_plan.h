@@ -27,7 +27,7 @@ class ShampooPlan : public BlockedPlanOf<ShampooOptions> {
   BlockStorage init_storage(at::TensorList params) const override;
   void init_elementwise(const at::Tensor& param, ParameterState& state) const override;
   bool needs_buffer(const StateBuffer& buffer) const override;
-  bool begins_afresh(const StateBuffer& buffer, const Options& before) const override;
+  bool restarts(const StateBuffer& buffer, const Options& before) const override;
   void check_saved_rule(const at::Tensor& param, const ParameterState& saved,
                         const std::string& name) const override;
 

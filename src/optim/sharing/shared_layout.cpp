@@ -61,7 +61,7 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
     lay_out_updates(exchange);
     lay_out_own_directions(dtype, exchange);
   }
-  find_staying();
+  find_local();
   lay_out_sent();
   if (!stream_ || stream_->device() != device_) {
     stream_.emplace(device_);
@@ -272,20 +272,20 @@ void SharedPlans::lay_out_own_directions(at::ScalarType dtype, Exchange& exchang
 // On a GPU, the steps of blocks that this rank alone holds wait for the agreement of the ranks and
 // then update the parameters themselves: their directions are neither written nor read again. Below
 // a bucket that saves nothing.
-void SharedPlans::find_staying() {
+void SharedPlans::find_local() {
   int64_t bytes = 0;
   for (Parameter& p : parameters_) {
-    p.stays = has_staying_directions(p);
+    p.is_local = has_local_blocks(p);
     for (const OwnBlock& own : p.own) {
-      bytes += p.stays ? static_cast<int64_t>(own.tensor.nbytes()) : 0;
+      bytes += p.is_local ? static_cast<int64_t>(own.tensor.nbytes()) : 0;
     }
   }
   for (Parameter& p : parameters_) {
-    p.stays = p.stays && bytes >= sharing_.bucket_bytes;
+    p.is_local = p.is_local && bytes >= sharing_.bucket_bytes;
   }
 }
 
-bool SharedPlans::has_staying_directions(const Parameter& p) const {
+bool SharedPlans::has_local_blocks(const Parameter& p) const {
   const at::Tensor& param = p.param.tensor();
   return param.is_cuda() && param.is_contiguous() && sharing_.comm_dtype == at::kFloat &&
          !p.own.empty() && std::ranges::all_of(p.own, [&](const OwnBlock& own) {
@@ -297,7 +297,7 @@ bool SharedPlans::has_staying_directions(const Parameter& p) const {
 }
 
 BlockUpdate SharedPlans::update_of(const Parameter& p, const OwnBlock& own) const {
-  if (p.stays) {
+  if (p.is_local) {
     const distributed::Part& part = p.shared->parts[own.block][0];
     return {0, p.param.tensor().detach(), *rows_of_part(p, part)};
   }

@@ -104,8 +104,8 @@ class SharedPlans : public BlockedPlans {
     const SharedBlocks* shared;
     size_t kind;
     std::vector<OwnBlock> own;
-    size_t stage = 0;    // of these
-    bool stays = false;  // their directions do, see find_staying()
+    size_t stage = 0;       // of these
+    bool is_local = false;  // see find_local()
     bool is_active = false;
 
     bool is_unchanged() const;
@@ -169,8 +169,8 @@ class SharedPlans : public BlockedPlans {
   Target target_of(size_t parameter, const distributed::Part& part) const;
   void lay_out_updates(Exchange& exchange);
   void lay_out_own_directions(at::ScalarType dtype, Exchange& exchange);
-  void find_staying();
-  bool has_staying_directions(const Parameter& p) const;
+  void find_local();
+  bool has_local_blocks(const Parameter& p) const;
   BlockUpdate update_of(const Parameter& p, const OwnBlock& own) const;
   OwnBlock& own_block(size_t parameter, size_t block);
   const distributed::Part& part_at(const PartPlace& place) const;
@@ -178,14 +178,15 @@ class SharedPlans : public BlockedPlans {
   // then those with matrices. The later stages are computed together, up to the products with the
   // roots: fewer matrices at a time would leave a GPU half idle.
   static constexpr size_t kStages = 5;
-  // Of a step: the first stage; all others; directions that stay.
-  static constexpr size_t kPhases = 3;
+  // Of a step. Local blocks: see find_local().
+  enum Phase : size_t { kFirstStage, kLaterStages, kLocalBlocks, kPhases };
   size_t group_of_blocks(size_t group, size_t kind, size_t phase) const {
     return (group * rules_->kinds() + kind) * kPhases + phase;
   }
   // Of the own blocks of a parameter, in blocks_.
   size_t group_of_blocks(const Parameter& p) const {
-    return group_of_blocks(p.group, p.kind, p.stays ? 2 : p.stage == 0 ? 0 : 1);
+    const Phase phase = p.is_local ? kLocalBlocks : p.stage == 0 ? kFirstStage : kLaterStages;
+    return group_of_blocks(p.group, p.kind, phase);
   }
   std::vector<BlockedGroup> groups_of_blocks() const;
   void remember_for_blocks();

@@ -109,7 +109,7 @@ void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& sk
   // A stage has ended when the last group of its phase has ended it.
   size_t last = 0;
   for (const Parameter& p : parameters_) {
-    if (p.stage > 0 && p.is_active) {  // of the second phase
+    if (p.stage > 0 && p.is_active) {
       last = std::max(last, group_of_blocks(p));
     }
   }
@@ -117,11 +117,11 @@ void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& sk
     blocks_.step_groups([&](size_t group) { return group % kPhases == phase; },
                         [&](size_t, const BlockedPlan&) { return minus_one; }, found_inf,
                         [&](size_t group) {
-                          const bool ends = phase == 1 && group == last;
+                          const bool ends = phase == kLaterStages && group == last;
                           return SharedInputs{known[group], ends ? [&] { stream_->end_stage(); }
                                                                  : std::function<void()>()};
                         });
-    stream_->end_stages(phase == 0 ? 1 : kStages);
+    stream_->end_stages(phase == kFirstStage ? 1 : kStages);
   }
   for (const auto& [dtype, exchange] : exchanges_) {
     send_updates(exchange, findings);
@@ -202,7 +202,7 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
   std::vector<Update> updates;
   for (const auto& [target, values] : exchange.own_directions) {
     const Parameter& p = parameters_[target.parameter];
-    if (steps(p, findings) && !(p.stays && blocks_.defers(group_of_blocks(p)))) {
+    if (steps(p, findings) && !(p.is_local && blocks_.defers(group_of_blocks(p)))) {
       const at::Tensor travelling = in_dtype(values, exchange.updates->comm_dtype());
       updates.push_back({&target, in_dtype(travelling, dtype).contiguous()});
     }
@@ -326,7 +326,7 @@ void SharedPlans::apply_all(const StepFindings& findings, const LearningRates& l
   }
 }
 
-// The updates of blocks whose directions stay.
+// The updates of local blocks.
 void SharedPlans::finish_blocks(const StepFindings& findings,
                                 const std::vector<at::Tensor>& rates) {
   blocks_.finish_groups([&](size_t group, BlockedPlan& plan) {
