@@ -8,6 +8,7 @@
 #include "optim/kfac/factors/factor_records.h"
 #include "optim/kfac/kfac_layer.h"
 #include "optim/kfac/kfac_options.h"
+#include "optim/kfac/kfac_prediction.h"
 #include "optim/kfac/sharing/layer_exchange.h"
 #include "optim/kfac/sharing/worker_groups.h"
 #include "optim/reports/message_summary.h"
@@ -18,6 +19,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -208,9 +210,11 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::vector<Diagonal> new_diagonals_;
   bool only_creates_state_ = false;  // of all declared layers
   int64_t considered_ = 0;
-  int64_t steps_since_update_ = 0;  // damping_update()
-  bool same_counts_ = true;         // of samples on all ranks, in this step
-  std::vector<bool> checked_;       // whether the state was checked since bind()
+  // damping_update(), which may come after the step is planned anew
+  int64_t steps_since_update_ = 0;
+  std::optional<KfacPrediction> prediction_;  // of the last step
+  bool same_counts_ = true;                   // of samples on all ranks, in this step
+  std::vector<bool> checked_;                 // whether the state was checked since bind()
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
   CurvatureBatches curvature_batches_;

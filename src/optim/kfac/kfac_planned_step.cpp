@@ -190,7 +190,10 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
     group.options[k].lr = lrs[k];
   }
   group.shared.kl_clip = options().front().kl_clip();
-  const auto end = c10::make_scope_exit([&] { step->forget_sums(); });  // memory of the captures
+  const auto end = c10::make_scope_exit([&] {
+    step->forget_sums();  // memory of the captures
+    prediction_ = step->take_prediction();
+  });
   finish_sums(inputs.loss_scale);
   set_layers(group);
   due_.clear();
@@ -228,9 +231,10 @@ std::pair<double, double> KfacPlan::damping_update(double loss_before, double lo
     TORCH_CHECK_VALUE(!options().empty() && options().front().adaptive_damping(),
                       "update_damping() needs adaptive_damping=True");
   });
-  const auto* step = static_cast<const KfacStep*>(planned());
-  const auto predicted =
-      step == nullptr || steps_since_update_ == 0 ? std::nullopt : step->predicted_reduction();
+  std::optional<double> predicted;
+  if (prediction_ && steps_since_update_ > 0) {
+    predicted = prediction_->reduction();
+  }
   const DampingLosses losses =
       joint_losses({loss_before, loss_after, options().front().maximize()});
   const auto update = detail::damping_update(predicted, steps_since_update_, losses);

@@ -275,17 +275,13 @@ std::vector<at::Tensor> KfacStep::copy_learning_rates() const {
 
 // With delta = -lr nu d and (F + damping I) d = V, the model V . delta + delta . (F + damping I)
 // delta / 2 is -(lr nu - lr^2 nu^2 / 2) V . d.
-std::optional<double> KfacStep::predicted_reduction() const {
-  if (!prediction_) {
-    return std::nullopt;
-  }
-  if (!prediction_->terms.defined()) {
+double KfacPrediction::reduction() const {
+  if (!terms.defined()) {
     return 0.0;
   }
-  const double lr = common_learning_rate(prediction_->lrs);
-  const double nu = prediction_->nu.device.defined() ? prediction_->nu.device.item<double>()
-                                                     : prediction_->nu.host;
-  return lr > 0.0 ? prediction_->terms.sum().item<double>() * (nu / lr - nu * nu / 2.0) : 0.0;
+  const double lr = common_learning_rate(lrs);
+  const double factor = nu.device.defined() ? nu.device.item<double>() : nu.host;
+  return lr > 0.0 ? terms.sum().item<double>() * (factor / lr - factor * factor / 2.0) : 0.0;
 }
 
 void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_inf) {
@@ -296,7 +292,7 @@ void KfacStep::run(const at::Tensor&, at::IntArrayRef, const at::Tensor& found_i
   });
   HeldError held;
   if (group_.shared.keeps_prediction) {
-    prediction_ = Prediction{.lrs = copy_learning_rates()};
+    prediction_ = KfacPrediction{.lrs = copy_learning_rates()};
   }
   update_inverses(&KfacLayer::inverse_lost, FoundInfGuard::open(), held);
   bool is_kept = true;

@@ -5,12 +5,14 @@
 
 #include "distributed/held_error.h"
 #include "optim/core/step_prologue.h"
+#include "optim/kfac/kfac_prediction.h"
 #include "optim/kfac/kfac_subset.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace torchium::optim::detail {
@@ -31,9 +33,8 @@ class KfacStep : public PrologueStep {
   // Releases the sums.
   void forget_sums();
 
-  // By how much the quadratic model of the last step lowers the loss (update_damping() of KFAC). 0
-  // for a skipped step; none: no step was taken. Waits for the device.
-  std::optional<double> predicted_reduction() const;
+  // Of the last step, which keeps none; with keeps_prediction.
+  std::optional<KfacPrediction> take_prediction() { return std::exchange(prediction_, {}); }
 
   void begin(std::vector<at::Tensor> grads) override;
   // `lr` and `host_steps` are not used.
@@ -71,12 +72,7 @@ class KfacStep : public PrologueStep {
   std::vector<size_t> subset_of_;  // of each layer
   bool all_by_kernels_ = false;
 
-  struct Prediction {
-    std::vector<at::Tensor> lrs;
-    at::Tensor terms = {};  // of sum lr^2 V . d; undefined: none
-    StepScalar nu = {};
-  };
-  std::optional<Prediction> prediction_;  // of the last step
+  std::optional<KfacPrediction> prediction_;
 };
 
 }  // namespace torchium::optim::detail

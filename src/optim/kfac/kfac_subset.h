@@ -32,7 +32,7 @@ struct KfacSharedOptions {
   std::string solver = "auto";  // of KFACOptions
   // The step ends with .grad <- nu d for the parameters of layers; nothing else moves.
   bool writes_gradients = false;
-  bool keeps_prediction = false;  // KfacStep::predicted_reduction()
+  bool keeps_prediction = false;  // KfacStep::take_prediction()
 };
 
 // All lists but `layers` have one entry per parameter. The weight of a transposed layer and its

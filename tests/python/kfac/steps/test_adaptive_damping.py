@@ -146,6 +146,35 @@ def test_a_learning_rate_that_is_written_after_the_step_does_not_count(kind):
     assert ratios[0] == ratios[1]
 
 
+def change_weight_decay(optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def add_a_group(optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [("other", nn.Parameter(torch.ones(2).double()))]})
+
+
+def take_a_step_without_gradients(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+@both
+@pytest.mark.parametrize(
+    "change", [change_weight_decay, add_a_group, take_a_step_without_gradients]
+)
+def test_a_change_after_the_step_does_not_count(kind, change):
+    ratios = []
+    for is_changed in (False, True):
+        model = network()
+        optimizer = make(kind, model)
+        before = take_step(model, optimizer)
+        if is_changed:
+            change(optimizer)
+        ratios.append(optimizer.update_damping(before, loss_of(model).item()))
+    assert ratios[0] == ratios[1]
+
+
 @both
 @pytest.mark.parametrize(
     ("part", "power"), [(0.8, 1), (0.74, 0), (0.26, 0), (0.2, -1), (-3.0, -1), (math.nan, -1)]
