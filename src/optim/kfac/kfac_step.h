@@ -33,7 +33,7 @@ class KfacStep : public PrologueStep {
   // Releases the sums.
   void forget_sums();
 
-  // Of the last step, which keeps none; with keeps_prediction.
+  // The prediction of the last step, once; with keeps_prediction.
   std::optional<KfacPrediction> take_prediction() { return std::exchange(prediction_, {}); }
 
   void begin(std::vector<at::Tensor> grads) override;
