@@ -109,8 +109,9 @@ class BlockedPlans : public torch::CustomClassHolder {
   // Throws on all processes that share if they cannot make a checkpoint together. All must call it
   // before one of the two functions below. as_shares: before share_places().
   virtual void agree_on_states(const std::vector<BlockedGroup>&, bool /*as_shares*/) {}
-  // The states of a group, as a checkpoint holds them: what begins afresh with the options does so
-  // in it, because it tells nothing of other ones. All processes that share must call it.
+  // The states of a group, as a checkpoint holds them: averages that changed options restart are
+  // restarted in it, because it does not hold the options before. All processes that share must
+  // call it.
   virtual std::vector<ParameterState> whole_states(size_t, const BlockedGroup& group);
   // Where a process's part of the state of a parameter lies in the whole.
   struct SharePlaces {
