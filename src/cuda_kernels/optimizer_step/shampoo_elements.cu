@@ -10,6 +10,15 @@ namespace {
 template <int bytes>
 using ParameterTable = Table<ParameterEntry, bytes>;
 
+// Where neighbouring elements lie.
+struct Place {
+  int64_t in_state, in_block;  // offsets, the second in the block workspace
+  int64_t row;
+  int column;
+
+  __device__ int64_t with_stride(int64_t stride) const { return row * stride + column; }
+};
+
 // One tile: some rows of one block of a parameter.
 struct Tile {
   const ParameterEntry& parameter;
@@ -49,17 +58,16 @@ struct Tile {
     strips = (height + grid.strip_rows - 1) / grid.strip_rows;
   }
 
-  // Calls body(offset in the state, offset in the block workspace, offset in the parameter) for
-  // every N neighbours.
+  // Calls body(place) for every N neighbours.
   template <int N, typename Body>
   __device__ void for_each(const Body& body) const {
     const int across = columns / N;
     const int inner = parameter.inner, outer = parameter.columns / inner;
     for (int i = static_cast<int>(threadIdx.x); i < rows * across; i += kElementThreads) {
       const int r = i / across, c = static_cast<int>(column) + i % across * N;
-      const int place = inner == 1 ? c : c % inner * outer + c / inner;
-      body((row + r) * parameter.columns + place, first + int64_t{i} * N,
-           (row + r) * parameter.param_stride + place);
+      const int c_in_row = inner == 1 ? c : c % inner * outer + c / inner;
+      body(Place{(row + r) * parameter.columns + c_in_row, first + int64_t{i} * N, row + r,
+                 c_in_row});
     }
   }
 };
@@ -87,10 +95,12 @@ __device__ float lerp(float x, float y, float weight) {
 // StepNumbers as the elements need them.
 struct Inputs {
   const void* gradient;
+  int64_t gradient_stride;
   float exp_avg, second_moment, statistics;
 
-  __device__ explicit Inputs(const StepNumbers& numbers)
+  __device__ Inputs(const StepNumbers& numbers, const ParameterEntry& entry)
       : gradient(numbers.gradient),
+        gradient_stride(numbers.gradient_stride != 0 ? numbers.gradient_stride : entry.columns),
         exp_avg(static_cast<float>(numbers.exp_avg)),
         second_moment(static_cast<float>(numbers.second_moment)),
         statistics(static_cast<float>(numbers.statistics)) {}
@@ -101,12 +111,17 @@ template <int N>
 class Elements {
  public:
   __device__ Elements(const ElementRule& rule, const ParameterEntry& entry, const Inputs& inputs,
-                      int64_t offset)
-      : rule_(rule), entry_(entry), inputs_(inputs), offset_(offset) {}
+                      const Place& place)
+      : rule_(rule),
+        entry_(entry),
+        inputs_(inputs),
+        offset_(place.in_state),
+        in_gradient_(place.with_stride(inputs.gradient_stride)) {}
 
+  // With weight decay the gradient has the layout of the parameter.
   __device__ Lanes<N> gradient() const {
     return penalized_gradient<N>(entry_, inputs_.gradient, rule_.maximize, rule_.weight_decay,
-                                 offset_);
+                                 in_gradient_);
   }
   // m of the state as it is, or g without an average.
   __device__ Lanes<N> average() const {
@@ -167,7 +182,7 @@ class Elements {
   const ElementRule& rule_;
   const ParameterEntry& entry_;
   const Inputs& inputs_;
-  int64_t offset_;
+  int64_t offset_, in_gradient_;
 };
 
 template <int N>
@@ -211,18 +226,18 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
                             int index) {
   const ParameterEntry& entry = tile.parameter;
   const StepNumbers& numbers = buffers.numbers[entry.index];
-  const Inputs inputs(numbers);
+  const Inputs inputs(numbers, entry);
   const bool has_matrices = entry.direction == Direction::kMatrices;
   const bool takes_norms = rule.grafting && entry.direction != Direction::kGrafted;
   float grafted_squares = 0, direction_squares = 0;
-  tile.for_each<N>([&](int64_t offset, int64_t place, int64_t) {
-    const Elements<N> elements(rule, entry, inputs, offset);
+  tile.for_each<N>([&](const Place& place) {
+    const Elements<N> elements(rule, entry, inputs, place);
     const Lanes<N> g = elements.gradient();
     const Lanes<N> m = elements.moved_average(g);
     const Lanes<N> v = elements.moved_moment(entry.second_moment, g, rule.moment_beta);
     const Lanes<N> a = elements.moved_moment(entry.diagonal, g, rule.diagonal_beta);
     if (has_matrices) {
-      store_blocks(buffers, tile, numbers, place, g, m);
+      store_blocks(buffers, tile, numbers, place.in_block, g, m);
     } else if (takes_norms) {
       direction_squares += squares(elements.by_diagonal(m, a));
     }
@@ -241,8 +256,8 @@ __device__ void gather_tile(const ElementRule& rule, const StepBuffers& buffers,
 __device__ void clear_tile(const StepBuffers& buffers, const Tile& tile) {
   if (tile.parameter.direction != Direction::kMatrices) return;
   const StepNumbers& numbers = buffers.numbers[tile.parameter.index];
-  tile.for_each<1>([&](int64_t, int64_t place, int64_t) {
-    store_blocks<1>(buffers, tile, numbers, place, {0}, {0});
+  tile.for_each<1>([&](const Place& place) {
+    store_blocks<1>(buffers, tile, numbers, place.in_block, {0}, {0});
   });
 }
 
@@ -274,8 +289,8 @@ __global__ void __launch_bounds__(kElementThreads)
   float sum = 0;
   const auto add = [&](auto lanes) {
     constexpr int N = decltype(lanes)::value;
-    tile.for_each<N>([&](int64_t, int64_t place, int64_t) {
-      sum += squares(load_floats<N>(buffers.directions, place));
+    tile.for_each<N>([&](const Place& place) {
+      sum += squares(load_floats<N>(buffers.directions, place.in_block));
     });
   };
   if (tile.parameter.by_fours) {
@@ -292,23 +307,23 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
                             float lr, float scale) {
   const ParameterEntry& entry = tile.parameter;
   const StepNumbers numbers = buffers.numbers[entry.index];
-  const Inputs inputs(numbers);
+  const Inputs inputs(numbers, entry);
   const UpdateFactors factors{lr, rule.decoupled_weight_decay, rule.momentum, rule.nesterov,
                               rule.from_zero};
-  tile.for_each<N>([&](int64_t offset, int64_t place, int64_t in_param) {
-    const Elements<N> elements(rule, entry, inputs, offset);
+  tile.for_each<N>([&](const Place& place) {
+    const Elements<N> elements(rule, entry, inputs, place);
     Lanes<N> d;
     if (numbers.started == 0 || entry.direction == Direction::kGrafted) {
       d = elements.grafted(elements.average(), elements.moment(entry.second_moment));
     } else {
       d = entry.direction == Direction::kMatrices
-              ? load_floats<N>(buffers.directions, place)
+              ? load_floats<N>(buffers.directions, place.in_block)
               : elements.by_diagonal(elements.average(), elements.moment(entry.diagonal));
 #pragma unroll
       for (int i = 0; i < N; ++i) d.lane[i] *= scale;
     }
-    move_parameter<N>(factors, entry.param, entry.param_type, in_param, entry.momentum_buffer,
-                      offset, d);
+    move_parameter<N>(factors, entry.param, entry.param_type, place.with_stride(entry.param_stride),
+                      entry.momentum_buffer, place.in_state, d);
   });
 }
 

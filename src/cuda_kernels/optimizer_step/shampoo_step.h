@@ -19,8 +19,8 @@ enum class Direction : uint8_t {
 };
 
 // A parameter of order one or two after merging, seen as a matrix that is cut into blocks. All its
-// tensors have one memory layout, the gradient (in StepNumbers) too, but for the stride of the
-// parameter; state is float32 and null where it is not used.
+// tensors have one memory layout, the gradient (in StepNumbers) too, but for the strides of these
+// two; state is float32 and null where it is not used.
 struct ParameterEntry {
   void* param;
   float* exp_avg;

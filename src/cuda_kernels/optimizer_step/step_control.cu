@@ -27,19 +27,30 @@ template <typename Bits, typename Entry>
 __device__ Bits largest_of_tile(const Entry& entry, const void* address, int64_t begin,
                                 Bits magnitude) {
   constexpr int kPerVector = sizeof(uint4) / sizeof(Bits);
-  const auto* data = static_cast<const Bits*>(address);
-  const int64_t end = min(begin + kScanTile, entry.elements);
+  const bool in_rows = entry.columns != 0;
+  const int64_t row = in_rows ? begin / entry.columns : 0;
+  const auto* data = static_cast<const Bits*>(address) + (in_rows ? row * entry.row_stride : begin);
+  const auto column = static_cast<unsigned>(in_rows ? begin - row * entry.columns : 0);
+  const auto offset = [&](unsigned i) -> int64_t {  // of element begin + i
+    if (!in_rows) return i;
+    const unsigned place = column + i, columns = entry.columns;
+    return place / columns * entry.row_stride + place % columns;
+  };
+  const auto count = static_cast<unsigned>(min(entry.elements - begin, kScanTile));
+  const bool by_vectors = reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0 &&
+                          entry.columns % kPerVector == 0 && entry.row_stride % kPerVector == 0;
   Bits most = 0;
-  int64_t i = begin;
-  if (entry.stride == 1 && reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0) {
-    const int64_t vectors_end = begin + (end - begin) / kPerVector * kPerVector;
-    for (i += threadIdx.x * kPerVector; i < vectors_end; i += kElementThreads * kPerVector) {
-      most = max(most, largest_of(*reinterpret_cast<const uint4*>(data + i), magnitude));
+  unsigned i = 0;
+  if (by_vectors) {
+    const unsigned vectors_end = count / kPerVector * kPerVector;
+#pragma unroll 4
+    for (i = threadIdx.x * kPerVector; i < vectors_end; i += kElementThreads * kPerVector) {
+      most = max(most, largest_of(*reinterpret_cast<const uint4*>(data + offset(i)), magnitude));
     }
     i = vectors_end;
   }
-  for (i += threadIdx.x; i < end; i += kElementThreads) {
-    most = max(most, static_cast<Bits>(data[i * entry.stride] & magnitude));
+  for (i += threadIdx.x; i < count; i += kElementThreads) {
+    most = max(most, static_cast<Bits>(data[offset(i)] & magnitude));
   }
   return most;
 }
@@ -71,6 +82,7 @@ __global__ void __launch_bounds__(kControlThreads)
     StepNumbers& its = numbers[parameter];
     its = {};
     its.gradient = gradients.entries[i].data;
+    its.gradient_stride = gradients.entries[i].row_stride;
     if (const unsigned* largest = gradients.entries[i].largest) {
       its.largest[static_cast<int>(ScanKind::kGradient)] = *largest;
       its.is_examined = 1;

@@ -31,14 +31,16 @@ struct StepNumbers {
   unsigned largest[3];   // magnitudes of each ScanKind, as bits of floats
   unsigned is_examined;  // the gradient, before the step
   const void* gradient;
+  int64_t gradient_stride;  // see GradientEntry
 };
 
 // The tensors that are scanned before a step.
 enum class ScanKind : uint8_t { kGradient, kAverage, kParameter };
 
-// A gradient, its average, or a parameter, of any shape.
+// A gradient, its average, or a parameter, of any shape. Its elements are neighbours, or lie in
+// rows of `columns` neighbours, `row_stride` elements apart.
 struct ScanEntry {
-  const void* data;  // null: the gradient of the parameter
+  const void* data;  // null: the gradient of the parameter, whose elements are neighbours
   int64_t elements;
   int first_tile;
   int index;  // of the parameter in the step
@@ -48,7 +50,8 @@ struct ScanEntry {
   // null: up to `largest`.
   const double* step;
   double largest;
-  int64_t stride = 1;  // from an element to the next
+  int columns = 0;  // 0: all are neighbours
+  int64_t row_stride = 0;
 };
 constexpr int64_t kScanTile = 1 << 14;  // elements
 
@@ -62,6 +65,7 @@ struct StepEntry {
 // One tile each: entry i is of parameter first_tile + i.
 struct GradientEntry {
   const void* data;
+  int64_t row_stride;  // from a row to the next; 0: the gradient has the layout of the parameter
   // The largest magnitude in it, where the gradient was examined before the step; null: scan() is
   // to find it.
   const unsigned* largest;
@@ -75,9 +79,8 @@ cudaError_t initialize_control(const Table<GradientEntry>& gradients, StepContro
 cudaError_t scan(const Table<ScanEntry>& entries, StepControl* control, StepNumbers* numbers,
                  cudaStream_t stream);
 
-// A dense tensor that is examined before a step begins.
+// A tensor that is examined before a step begins. Its elements lie as those of a ScanEntry.
 struct GivenEntry {
-  static constexpr int64_t stride = 1;
   const void* data;
   int64_t elements;
   int first_tile;
@@ -86,6 +89,8 @@ struct GivenEntry {
   ElementType type;
   const double* step;  // see ScanEntry
   double limit;
+  int columns;
+  int64_t row_stride;
 };
 
 // unfit[group] becomes at least kMost (message_slots.h) minus a parameter with a tensor that does

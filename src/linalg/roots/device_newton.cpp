@@ -140,7 +140,7 @@ Solve solve_of(const RootRenewal& batch, int64_t p, double eps, double relative_
 }
 
 constexpr size_t kMostStreams = 8;
-constexpr int64_t kMemoryAtOnce = int64_t{1} << 29;  // bytes of workspaces
+constexpr int64_t kMemoryAtOnce = int64_t{1} << 30;  // bytes of workspaces, as of one large batch
 
 int64_t workspace_bytes(const RootRenewal& batch) {
   const int64_t n = batch.A.size(-1);

@@ -57,7 +57,7 @@ struct RootRenewal {
 // above 0.25 or the root leaves the range of float32. That matrix then keeps its old root and
 // counts one more failure; the others count none. keep: 0-dim bool, whether anything may change;
 // undefined: yes. Batches are solved at the same time on several streams, with the workspaces of
-// device_inverse_root for all of them, as long as these fit in 512 MiB together. The host reads
+// device_inverse_root for all of them, as long as these fit in 1 GiB together. The host reads
 // nothing.
 void renew_inverse_roots(const std::vector<RootRenewal>& batches, int64_t p, double eps,
                          double relative_eps, const at::Tensor& keep);

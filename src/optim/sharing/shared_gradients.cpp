@@ -15,11 +15,24 @@
 
 namespace torchium::optim::detail {
 
-// Whether the step can read the gradient where it is.
-bool SharedPlans::takes_as_it_is(const Sent& sent, const at::Tensor& grad) const {
-  const auto& options = *options_[parameters_[sent.parameter].group];
-  return sent.block != nullptr && grad.scalar_type() == sent.memory.scalar_type() &&
-         !rules_->maximize(options) && rules_->l2_penalty(options) == 0.0;
+// The strides of a block of the contiguous gradient, if the step can read it where it is: in one
+// piece, or where the step updates the parameter in place, by rows.
+std::optional<std::vector<int64_t>> SharedPlans::strides_as_it_is(const Sent& sent,
+                                                                  const at::Tensor& grad) const {
+  const Parameter& p = parameters_[sent.parameter];
+  const auto& options = *options_[p.group];
+  if (sent.block == nullptr || !sent.rows || grad.scalar_type() != sent.memory.scalar_type() ||
+      rules_->maximize(options) || rules_->l2_penalty(options) != 0.0) {
+    return std::nullopt;
+  }
+  if (sent.rows->columns == sent.memory.numel()) {
+    return sent.memory.strides().vec();
+  }
+  const bool has_rows = sent.memory.dim() == 2 && sent.memory.size(1) == sent.rows->columns;
+  if (has_rows && p.is_local && blocks_.defers(group_of_blocks(p))) {
+    return std::vector<int64_t>{sent.rows->stride, 1};
+  }
+  return std::nullopt;
 }
 
 // Takes the gradients that this rank gives, and copies them where it has to.
@@ -39,16 +52,15 @@ void SharedPlans::gather_gradients() {
       grad = given.contiguous();
     }
     const auto& rows = sent.rows;
-    const bool is_in_one_piece = rows && rows->columns == sent.memory.numel();
-    const bool is_taken = is_in_one_piece && given.is_contiguous() && takes_as_it_is(sent, given);
+    const auto strides = given.is_contiguous() ? strides_as_it_is(sent, given) : std::nullopt;
     sent.values = sent.memory;
-    if (!is_taken && rows && has_block_kernel(grad, sent.memory)) {
+    if (!strides && rows && has_block_kernel(grad, sent.memory)) {
       by_kernels.push_back({grad, *rows, sent.memory});
       continue;
     }
-    if (is_taken) {
-      sent.values = grad.as_strided(sent.memory.sizes(), sent.memory.strides(),
-                                    grad.storage_offset() + rows->offset);
+    if (strides) {
+      sent.values =
+          grad.as_strided(sent.memory.sizes(), *strides, grad.storage_offset() + rows->offset);
     } else {
       sent.memory.copy_(
           part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank())));

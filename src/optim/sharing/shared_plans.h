@@ -198,7 +198,8 @@ class SharedPlans : public BlockedPlans {
   void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
 
   void gather_gradients();
-  bool takes_as_it_is(const Sent& sent, const at::Tensor& grad) const;
+  std::optional<std::vector<int64_t>> strides_as_it_is(const Sent& sent,
+                                                       const at::Tensor& grad) const;
   bool has_new_memory() const;
   void release_gradients();
   void examine_gradients(StepFindings& own, distributed::DeviceFindings& on_device);

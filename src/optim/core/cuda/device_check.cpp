@@ -34,6 +34,7 @@ std::optional<size_t> add(KernelTables<ScanEntry>& scans, const ScanEntry& entry
 
 ScanEntry scan_entry(const at::Tensor& tensor, size_t param, ScanKind kind, double largest,
                      const double* step) {
+  const bool is_strided = tensor.dim() == 1 && tensor.stride(0) != 1;  // a diagonal
   return {.data = tensor.const_data_ptr(),
           .elements = tensor.numel(),
           .first_tile = 0,
@@ -42,7 +43,8 @@ ScanEntry scan_entry(const at::Tensor& tensor, size_t param, ScanKind kind, doub
           .kind = kind,
           .step = step,
           .largest = largest,
-          .stride = tensor.dim() == 1 ? tensor.stride(0) : 1};
+          .columns = is_strided ? 1 : 0,
+          .row_stride = is_strided ? tensor.stride(0) : 0};
 }
 
 void launch_scans(const KernelTables<ScanEntry>& scans, StepControl* control, StepNumbers* numbers,
@@ -180,12 +182,16 @@ void DeviceCheck::begin(at::TensorList grads) {
   kinds_.clear();
   for (size_t i = 0; i < params_.size(); ++i) {
     const Parameter& each = params_[i];
-    const bool as_it_is = is_readable(grads[i], each.param, each.is_updated);
+    const unsigned* known = known_.empty() ? nullptr : known_[i];
+    const bool by_rows = each.reads_rows && known != nullptr && has_rows_apart(grads[i]);
+    const bool as_it_is = by_rows || is_readable(grads[i], each.param, each.is_updated);
     const at::Tensor& grad =
         as_it_is ? grads[i]
                  : readable_.emplace_back(readable_gradient(grads[i], each.param, each.is_updated));
-    kinds_.push_back({element_type(grad.scalar_type()), aligned_to_four(grad)});
-    addresses_[i] = {grad.const_data_ptr(), known_.empty() ? nullptr : known_[i]};
+    const int64_t row_stride = by_rows ? grad.stride(0) : 0;
+    kinds_.push_back(
+        {element_type(grad.scalar_type()), aligned_to_four(grad) && row_stride % 4 == 0});
+    addresses_[i] = {grad.const_data_ptr(), row_stride, known};
     if (each.gradient_scan) {
       scans_[*each.gradient_scan].type = kinds_[i].type;
     }

@@ -45,6 +45,8 @@ class DeviceCheck : public StepPrologue {
                 const double* step);
   // Kernels update this parameter: they need gradient(param) in its layout.
   void set_updated(size_t param) { params_[param].is_updated = true; }
+  // They also read one whose rows lie apart, by GradientEntry::row_stride, if it is known().
+  void set_reads_rows(size_t param) { params_[param].reads_rows = true; }
 
   void set_known(KnownMagnitudes known) override { known_ = std::move(known); }
   void begin(at::TensorList grads) override;
@@ -67,7 +69,7 @@ class DeviceCheck : public StepPrologue {
     at::Tensor param, step;
     std::optional<size_t> gradient_scan = {};
     std::optional<size_t> copied_scan = {};  // of the parameter, where it is not dense
-    bool is_updated = false;
+    bool is_updated = false, reads_rows = false;
   };
 
   struct Memory {

@@ -45,6 +45,11 @@ bool is_readable(const at::Tensor& grad, const at::Tensor& param, bool is_update
                     : grad.is_non_overlapping_and_dense();
 }
 
+bool has_rows_apart(const at::Tensor& tensor) {
+  return tensor.dim() == 2 && tensor.stride(1) == 1 && tensor.stride(0) > tensor.size(1) &&
+         tensor.scalar_type() != at::kDouble;
+}
+
 at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool is_updated) {
   if (!is_updated) {
     return grad.contiguous();

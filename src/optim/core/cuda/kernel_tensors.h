@@ -22,6 +22,8 @@ float* floats(const at::Tensor& tensor);
 // Whether the kernels can read the gradient: it is dense, and in float32 or 16 bits and in the
 // layout of its parameter if they update that.
 bool is_readable(const at::Tensor& grad, const at::Tensor& param, bool is_updated);
+// Whether it is a matrix with gaps between its rows alone, in float32 or 16 bits.
+bool has_rows_apart(const at::Tensor& tensor);
 // A copy that they can read.
 at::Tensor readable_gradient(const at::Tensor& grad, const at::Tensor& param, bool is_updated);
 

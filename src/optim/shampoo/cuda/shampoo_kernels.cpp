@@ -197,6 +197,9 @@ void ShampooKernels::add(Stage& stage, ParameterEntry entry, const ShampooOption
   }
   if (group_.params[i].numel() > 0) {
     fill_entry(entry, o, group_, i);
+    if (entry.inner == 1 && group_.params[i].dim() == 2 && entry.rows == group_.params[i].size(0)) {
+      check_.set_reads_rows(i);
+    }
     const int block_size = block_size_of(entry, kernel_block_size(o));
     const int tiles = TileGrid(entry.rows, entry.columns, block_size).tiles;
     stage.places.push_back({i, stage.tables.add(entry, tiles), entry.by_fours});

@@ -25,6 +25,7 @@ GradientScan scan_by_kernels(const std::vector<std::vector<Examined>>& groups, c
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const auto& [tensor, param, largest, steps] : groups[g]) {
       const int64_t place = tensors++, elements = tensor.numel();
+      const bool in_rows = has_rows_apart(tensor);
       if (elements > 0) {
         tables.add({.data = tensor.const_data_ptr(),
                     .elements = elements,
@@ -34,7 +35,9 @@ GradientScan scan_by_kernels(const std::vector<std::vector<Examined>>& groups, c
                     .parameter = static_cast<int>(param),
                     .type = element_type(tensor.scalar_type()),
                     .step = steps.defined() ? steps.const_data_ptr<double>() : nullptr,
-                    .limit = largest},
+                    .limit = largest,
+                    .columns = in_rows ? static_cast<int>(tensor.size(1)) : 0,
+                    .row_stride = in_rows ? tensor.stride(0) : 0},
                    static_cast<int>((elements - 1) / cuda_kernels::kScanTile + 1));
       }
     }

@@ -19,7 +19,7 @@ struct GradientScan {
   // float; 0 where it does not fit.
   at::Tensor largest;
 };
-// Of dense tensors.
+// Of tensors that are dense, or matrices with gaps between their rows alone.
 GradientScan scan_by_kernels(const std::vector<std::vector<Examined>>& groups, c10::Device device);
 
 }  // namespace torchium::optim::detail
