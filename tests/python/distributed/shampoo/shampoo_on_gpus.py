@@ -234,7 +234,10 @@ def shards_equal_one_process(ranks: int) -> None:
 
 @case(2)
 def directions_that_stay_update_parameters_at_once(ranks: int) -> None:
-    """Rows of whole blocks: from a bucket on, the results are those of directions that are applied later."""
+    """Rows of whole blocks: from a bucket on, the results are those of directions that are applied later.
+
+    Gradients are read where they are, though blocks are cut in columns.
+    """
     mesh = init_device_mesh("cuda", (ranks,))
     whole_blocks = [(512, 200), (256, 64), (256,), (128, 20, 3, 3)]
     cut_blocks = [(8, 20, 3, 3), (300,)]  # of which directions travel
@@ -269,6 +272,8 @@ def directions_that_stay_update_parameters_at_once(ranks: int) -> None:
                 assert later or bucket_bytes == 1, options
                 if all_stay:
                     assert later == (bucket_bytes > 1), options
+                    gathers = any("gather_kernel" in n and "BlockEntry" in n for n in names)
+                    assert gathers == (bucket_bytes > 1 or dtype != torch.float32), options
                 results.append([p.to_local().detach().clone() for p in shards])
             for i, (p, q) in enumerate(zip(*results, strict=True)):
                 assert torch.equal(p, q), (dtype, options, i, (p - q).norm() / q.norm())
