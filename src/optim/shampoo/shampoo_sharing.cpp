@@ -4,6 +4,9 @@
 #include "optim/shampoo/shampoo_plan.h"
 #include "optim/shampoo/shampoo_rules.h"
 
+#include <c10/util/accumulate.h>
+
+#include <limits>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -43,6 +46,14 @@ class ShampooSharing : public SharingRules {
   int64_t unit(const Options& options, size_t kind) const override {
     return kind == static_cast<size_t>(ParameterRule::kDiagonal) ? shampoo(options).block_size()
                                                                  : 0;
+  }
+
+  bool updates_in_place(const Options& options, size_t kind, at::IntArrayRef sizes) const override {
+    const auto rule = static_cast<ParameterRule>(kind);
+    const Blocking block = shampoo_blocking(shampoo(options), sizes, Role::kDirection);
+    const bool has_kernels =
+        rule != ParameterRule::kMatrices || block.order() == 1 || block.order() == 2;
+    return has_kernels && c10::multiply_integers(sizes) < std::numeric_limits<int>::max();
   }
 
   int64_t root_interval(const Options& options) const override {

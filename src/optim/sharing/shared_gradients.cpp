@@ -21,15 +21,16 @@ std::optional<std::vector<int64_t>> SharedPlans::strides_as_it_is(const Sent& se
                                                                   const at::Tensor& grad) const {
   const Parameter& p = parameters_[sent.parameter];
   const auto& options = *options_[p.group];
-  if (sent.block == nullptr || !sent.rows || grad.scalar_type() != sent.memory.scalar_type() ||
-      rules_->maximize(options) || rules_->l2_penalty(options) != 0.0) {
+  if (sent.block == nullptr || !sent.rows || rules_->maximize(options) ||
+      grad.scalar_type() != sent.block->tensor.scalar_type() ||
+      rules_->l2_penalty(options) != 0.0) {
     return std::nullopt;
   }
-  if (sent.rows->columns == sent.memory.numel()) {
-    return sent.memory.strides().vec();
+  const at::Tensor& block = sent.block->tensor;
+  if (sent.rows->columns == block.numel()) {
+    return block.strides().vec();
   }
-  const bool has_rows = sent.memory.dim() == 2 && sent.memory.size(1) == sent.rows->columns;
-  if (has_rows && p.is_local && blocks_.defers(group_of_blocks(p))) {
+  if (p.is_local && block.dim() == 2 && block.size(1) == sent.rows->columns) {
     return std::vector<int64_t>{sent.rows->stride, 1};
   }
   return std::nullopt;
@@ -53,14 +54,17 @@ void SharedPlans::gather_gradients() {
     }
     const auto& rows = sent.rows;
     const auto strides = given.is_contiguous() ? strides_as_it_is(sent, given) : std::nullopt;
-    sent.values = sent.memory;
-    if (!strides && rows && has_block_kernel(grad, sent.memory)) {
-      by_kernels.push_back({grad, *rows, sent.memory});
+    if (strides) {
+      sent.values = grad.as_strided(sent.part->rectangle.sizes, *strides,
+                                    grad.storage_offset() + rows->offset);
       continue;
     }
-    if (strides) {
-      sent.values =
-          grad.as_strided(sent.memory.sizes(), *strides, grad.storage_offset() + rows->offset);
+    if (!sent.memory.defined()) {
+      sent.memory = at::empty_like(sent.block->tensor);
+    }
+    sent.values = sent.memory;
+    if (rows && has_block_kernel(grad, sent.memory)) {
+      by_kernels.push_back({grad, *rows, sent.memory});
     } else {
       sent.memory.copy_(
           part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank())));

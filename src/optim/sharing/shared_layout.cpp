@@ -2,6 +2,7 @@
 #include "distributed/buffer_layout.h"
 #include "optim/sharing/cuda/block_moves.h"
 #include "optim/sharing/shared_plans.h"
+#include "optim/sharing/shared_state.h"
 
 #include <ATen/ATen.h>
 
@@ -55,13 +56,13 @@ void SharedPlans::lay_out(const std::vector<BlockedGroup>& groups) {
       }
     }
   }
+  find_local();
   for (auto& [dtype, exchange] : exchanges_) {
     assign_stages(dtype, exchange.gathered_places);
     allocate(dtype, exchange, before);
     lay_out_updates(exchange);
     lay_out_own_directions(dtype, exchange);
   }
-  find_local();
   lay_out_sent();
   if (!stream_ || stream_->device() != device_) {
     stream_.emplace(device_);
@@ -165,7 +166,8 @@ void SharedPlans::allocate(at::ScalarType dtype, Exchange& exchange, const Tenso
   allocate_directions(dtype, exchange, before);
 }
 
-// One buffer for the directions of the own blocks that are not gathered.
+// One buffer for the directions of the own blocks that are not gathered. Those of local blocks are
+// never written: all have the same memory.
 void SharedPlans::allocate_directions(at::ScalarType dtype, Exchange& exchange,
                                       const Tensors& before) {
   struct Range {
@@ -173,7 +175,7 @@ void SharedPlans::allocate_directions(at::ScalarType dtype, Exchange& exchange,
     int64_t begin, elements;
   };
   std::vector<Range> ranges;
-  int64_t total = 0;
+  int64_t total = 0, unwritten = 0;
   for (size_t p = 0; p < parameters_.size(); ++p) {
     const SharedBlocks* shared = parameters_[p].shared;
     if (shared == nullptr || state_dtype(shared->param) != dtype) {
@@ -182,12 +184,18 @@ void SharedPlans::allocate_directions(at::ScalarType dtype, Exchange& exchange,
     for (size_t b = 0; b < shared->blocks.size(); ++b) {
       if (shared->owners[b] == ranks_.rank() && !gathers(*shared, b)) {
         const int64_t elements = shared->blocks[b].rectangle.numel();
-        ranges.push_back({{p, b}, total, elements});
-        total += distributed::aligned(elements);
+        if (parameters_[p].is_local) {
+          ranges.push_back({{p, b}, 0, elements});
+          unwritten = std::max(unwritten, elements);
+        } else {
+          ranges.push_back({{p, b}, total, elements});
+          total += distributed::aligned(elements);
+        }
       }
     }
   }
-  exchange.directions = at::zeros({total}, at::TensorOptions(device_).dtype(dtype));
+  exchange.directions =
+      at::zeros({std::max(total, unwritten)}, at::TensorOptions(device_).dtype(dtype));
   for (const auto& [place, begin, elements] : ranges) {
     add_own_block(place, exchange.directions.narrow(0, begin, elements), before);
   }
@@ -203,7 +211,7 @@ void SharedPlans::add_own_block(const Place& place, const at::Tensor& memory,
     found->second.set_data(tensor);
     tensor = found->second;
   }
-  p.own.push_back({place.block, tensor, at::zeros_like(tensor)});
+  p.own.push_back({place.block, tensor, p.is_local ? tensor.detach() : at::zeros_like(tensor)});
   p.stage = place.stage;
 }
 
@@ -251,7 +259,7 @@ void SharedPlans::lay_out_updates(Exchange& exchange) {
 void SharedPlans::lay_out_own_directions(at::ScalarType dtype, Exchange& exchange) {
   for (size_t index = 0; index < parameters_.size(); ++index) {
     const Parameter& p = parameters_[index];
-    if (p.shared == nullptr || state_dtype(p.param.tensor()) != dtype) {
+    if (p.shared == nullptr || p.is_local || state_dtype(p.param.tensor()) != dtype) {
       continue;
     }
     for (const OwnBlock& own : p.own) {
@@ -270,14 +278,14 @@ void SharedPlans::lay_out_own_directions(at::ScalarType dtype, Exchange& exchang
 }
 
 // On a GPU, the steps of blocks that this rank alone holds wait for the agreement of the ranks and
-// then update the parameters themselves: their directions are neither written nor read again. Below
-// a bucket that saves nothing.
+// then update the parameters themselves: their directions are neither written nor read again, and
+// their gradients read where they are. Below a bucket that saves nothing.
 void SharedPlans::find_local() {
   int64_t bytes = 0;
   for (Parameter& p : parameters_) {
     p.is_local = has_local_blocks(p);
-    for (const OwnBlock& own : p.own) {
-      bytes += p.is_local ? static_cast<int64_t>(own.tensor.nbytes()) : 0;
+    if (p.is_local) {  // of float32 directions
+      bytes += p.param.tensor().numel() * static_cast<int64_t>(sizeof(float));
     }
   }
   for (Parameter& p : parameters_) {
@@ -287,13 +295,18 @@ void SharedPlans::find_local() {
 
 bool SharedPlans::has_local_blocks(const Parameter& p) const {
   const at::Tensor& param = p.param.tensor();
-  return param.is_cuda() && param.is_contiguous() && sharing_.comm_dtype == at::kFloat &&
-         !p.own.empty() && std::ranges::all_of(p.own, [&](const OwnBlock& own) {
-           const auto& parts = p.shared->parts[own.block];
-           return !gathers(*p.shared, own.block) && parts.size() == 1 &&
-                  parts[0].holders.size() == 1 && parts[0].holders[0].rank == ranks_.rank() &&
-                  has_block_kernel(param, own.tensor) && rows_of_part(p, parts[0]).has_value();
-         });
+  if (p.shared == nullptr || !param.is_cuda() || !param.is_contiguous() ||
+      state_dtype(param) != at::kFloat || sharing_.comm_dtype != at::kFloat) {
+    return false;
+  }
+  const auto blocks = blocks_of(*p.shared, ranks_.rank());
+  return !blocks.empty() && std::ranges::all_of(blocks, [&](size_t b) {
+    const auto& parts = p.shared->parts[b];
+    const auto& sizes = p.shared->blocks[b].rectangle.sizes;
+    return !gathers(*p.shared, b) && parts.size() == 1 && parts[0].holders.size() == 1 &&
+           parts[0].holders[0].rank == ranks_.rank() && rows_of_part(p, parts[0]).has_value() &&
+           rules_->updates_in_place(*options_[p.group], p.kind, sizes);
+  });
 }
 
 BlockUpdate SharedPlans::update_of(const Parameter& p, const OwnBlock& own) const {
@@ -329,7 +342,9 @@ void SharedPlans::lay_out_sent() {
         if (shared->owners[b] != ranks_.rank()) {
           sent.memory = outgoing.at({&part, shared->owners[b]}).view(sizes);
         } else if (OwnBlock& own = own_block(p, b); part.rectangle == shared->blocks[b].rectangle) {
-          sent.memory = own.gradient;
+          if (!parameters_[p].is_local) {
+            sent.memory = own.gradient;
+          }
           sent.block = &own;
         } else {
           sent.memory = at::zeros(sizes, own.gradient.options());

@@ -81,7 +81,8 @@ class SharedPlans : public BlockedPlans {
   // its value after a step of blocks_ the direction.
   struct OwnBlock {
     size_t block;
-    at::Tensor tensor, gradient;
+    at::Tensor tensor;
+    at::Tensor gradient;  // memory for it; of a local block, what stands for it between steps
     const unsigned* known = nullptr;  // of this step, see KnownMagnitudes
   };
   // A part of a block whose gradient this rank has, for itself or another.
@@ -89,7 +90,8 @@ class SharedPlans : public BlockedPlans {
     size_t parameter;
     const distributed::Part* part;
     std::optional<ElementRows> rows;  // of the part in this rank's tensor
-    at::Tensor memory;                // contiguous, in the dtype of the state
+    // Contiguous, in the dtype of the state; undefined: not needed yet, of a local block.
+    at::Tensor memory;
     // The own block whose gradient that is; null: another.
     OwnBlock* block = nullptr;
     // The gradient of an own block, to which the values are copied; undefined: nothing to copy.

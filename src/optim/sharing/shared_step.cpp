@@ -100,6 +100,9 @@ void SharedPlans::step_on_device(const LearningRates& lr, const at::Tensor& foun
 // on the device; undefined: the host knows.
 void SharedPlans::step_blocks(const StepFindings& findings, const at::Tensor& skipped) {
   TORCH_CHECK(blocks_.prepare(), "parameters, gradients or state changed during step()");
+  TORCH_INTERNAL_ASSERT(std::ranges::all_of(parameters_, [&](const Parameter& p) {
+    return !p.is_local || !steps(p, findings) || blocks_.defers(group_of_blocks(p));
+  }));
   const at::Tensor minus_one = at::scalar_tensor(-1.0, at::kDouble);
   const auto found_inf = [&](size_t group) {
     const auto parameter_group = static_cast<int64_t>(group / (rules_->kinds() * kPhases));
@@ -202,7 +205,7 @@ std::vector<SharedPlans::Update> SharedPlans::own_updates(const Exchange& exchan
   std::vector<Update> updates;
   for (const auto& [target, values] : exchange.own_directions) {
     const Parameter& p = parameters_[target.parameter];
-    if (steps(p, findings) && !(p.is_local && blocks_.defers(group_of_blocks(p)))) {
+    if (steps(p, findings)) {
       const at::Tensor travelling = in_dtype(values, exchange.updates->comm_dtype());
       updates.push_back({&target, in_dtype(travelling, dtype).contiguous()});
     }

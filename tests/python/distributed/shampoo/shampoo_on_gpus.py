@@ -280,6 +280,27 @@ def directions_that_stay_update_parameters_at_once(ranks: int) -> None:
 
 
 @case(2)
+def whole_blocks_take_no_memory_beside_their_state(ranks: int) -> None:
+    """Those that directions and gathered gradients would take."""
+    mesh = init_device_mesh("cuda", (ranks,))
+    taken = []
+    for bucket_bytes in (1, 2**40):
+        shards = sharded([nn.Parameter(torch.randn(2048, 1024, device=device()))], mesh, Shard(0))
+        local = shards[0].to_local()
+        shards[0].grad = DTensor.from_local(torch.randn_like(local), mesh, shards[0].placements)
+        before = torch.cuda.memory_allocated()
+        optimizer = torchium.Shampoo(
+            shards, block_size=256, graphs=False, bucket_bytes=bucket_bytes
+        )
+        for _ in range(3):
+            optimizer.step()
+        optimizer.check_errors()
+        taken.append(torch.cuda.memory_allocated() - before)
+        del optimizer
+    assert taken[1] - taken[0] > 1.9 * local.nbytes, taken
+
+
+@case(2)
 def fully_shard_training(ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
