@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.hooks import RemovableHandle
 
 from .._capture.layers import (
     LayerKind,
@@ -39,10 +42,13 @@ class LayerCall:
 
 
 class LayerCalls:
-    """Layer calls, for the operators of the core."""
+    """Layer calls, for the operators of the core. These see the parameters at ``positions``; None: all."""
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
+    def __init__(self, params: list[Tensor], positions: Iterable[int] | None = None) -> None:
+        self._places = None if positions is None else {p: i for i, p in enumerate(positions)}
+        self.params = params if self._places is None else [params[p] for p in self._places]
+        #: The gradients of the other parameters, by position.
+        self.early_rows: dict[int, Tensor] = {}
         self._calls: list[LayerCall] = []
         # As the operators take them.
         self._inputs: list[Tensor] = []
@@ -70,6 +76,8 @@ class LayerCalls:
 
     def _convert(self, call: LayerCall) -> None:
         module, params = call.module, call.params
+        if self._places is not None:
+            params = {name: self._places[position] for name, position in params.items()}
         input, output_gradient = call.input, call.output_gradient
         if formula_of(module) is not None:
             found = rows_by_formula(module, params, input, output_gradient, call.has_batches)
@@ -99,16 +107,25 @@ class LayerCalls:
         self._eps.append(eps)
 
 
-def layer_calls(loss: SampleLoss) -> LayerCalls | None:
+# Writes the gradients of all samples: one tensor [samples, *shape] per parameter of the calls.
+WriteRows = Callable[[LayerCalls], list[Tensor]]
+
+
+def layer_calls(loss: SampleLoss, write_rows: WriteRows | None = None) -> LayerCalls | None:
     """The layer calls of the loss of each sample.
 
     None if layer calls do not suffice: other modules have parameters, or a parameter is used outside
-    its layer.
+    its layer. With ``write_rows``, some may be written during the backward pass: ``early_rows``.
     """
-    return _calls_of_batch(loss) or _calls_under_vmap(loss)
+    try:
+        return _calls_of_batch(loss, write_rows) or _calls_under_vmap(loss, write_rows)
+    except torch.OutOfMemoryError:
+        if write_rows is None:
+            raise
+    return layer_calls(loss)  # the rows may fit when the backward pass has freed its memory
 
 
-def _calls_of_batch(loss: SampleLoss) -> LayerCalls | None:
+def _calls_of_batch(loss: SampleLoss, write_rows: WriteRows | None) -> LayerCalls | None:
     """The same by an ordinary pass; None: the samples have to be followed through the model."""
     layers = samplewise_layers(loss.model)
     if layers is None or not loss.inputs.is_tensor:
@@ -130,7 +147,7 @@ def _calls_of_batch(loss: SampleLoss) -> LayerCalls | None:
         if not calls or _overwritten(calls):
             return None
         losses = _losses_of(loss, x, calls)
-        return None if losses is None else _differentiated(params, calls, losses)
+        return None if losses is None else _differentiated(params, calls, losses, write_rows)
 
 
 def _losses_of(loss: SampleLoss, output: Tensor, calls: list[RecordedCall]) -> Tensor | None:
@@ -143,7 +160,7 @@ def _losses_of(loss: SampleLoss, output: Tensor, calls: list[RecordedCall]) -> T
     return None if _uses_outside(losses, calls, loss.parameters.values()) else losses
 
 
-def _calls_under_vmap(loss: SampleLoss) -> LayerCalls | None:
+def _calls_under_vmap(loss: SampleLoss, write_rows: WriteRows | None) -> LayerCalls | None:
     """The same by following the samples through any model."""
     model, params = loss.model, list(loss.parameters.values())
     trainable = set(params)
@@ -165,7 +182,7 @@ def _calls_under_vmap(loss: SampleLoss) -> LayerCalls | None:
         # The model's own parameters, kept by reference: the vmap(grad) path raises the error.
         if _overwritten(recorder.calls) or _uses_outside(losses, recorder.calls, [*own, *params]):
             return None
-        return _differentiated(params, recorder.calls, losses)
+        return _differentiated(params, recorder.calls, losses, write_rows)
 
 
 def attention_for_vmap(device: torch.device) -> AbstractContextManager[None]:
@@ -181,14 +198,71 @@ def _uses_outside(losses: Tensor, calls: list[RecordedCall], params: Iterable[Te
     return not found.isdisjoint(params)
 
 
-def _differentiated(params: list[Tensor], calls: list[RecordedCall], losses: Tensor) -> LayerCalls:
+def _differentiated(
+    params: list[Tensor],
+    calls: list[RecordedCall],
+    losses: Tensor,
+    write_rows: WriteRows | None,
+) -> LayerCalls:
     """The calls with the gradients of their outputs."""
     edges = [call.output_edge for call in calls]
     gradients: tuple[Tensor | None, ...] = (None,) * len(calls)
+    early: dict[int, Tensor] = {}
     if losses.requires_grad:
         ones = torch.ones_like(losses) if losses.dim() else None
-        gradients = torch.autograd.grad(losses, edges, ones, allow_unused=True)
-    return _for_core(params, calls, gradients)
+        hooks = [] if write_rows is None else _hooks_for_rows(params, calls, write_rows, early)
+        try:
+            gradients = torch.autograd.grad(losses, edges, ones, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    if not early:
+        return _for_core(LayerCalls(params), calls, gradients)
+    late = LayerCalls(params, [i for i in range(len(params)) if i not in early])
+    late.early_rows = early
+    left = [early.keys().isdisjoint(call.params.values()) for call in calls]
+    return _for_core(late, compress(calls, left), compress(gradients, left))
+
+
+def _hooks_for_rows(
+    params: list[Tensor],
+    calls: list[RecordedCall],
+    write_rows: WriteRows,
+    early: dict[int, Tensor],
+) -> list[RemovableHandle]:
+    """Hooks that write rows into ``early`` as soon as the backward pass knows an output gradient.
+
+    A GPU writes them while the host goes on. Left for later are parameters of several calls, formulas
+    of users, which may not expect autograd's thread, and calls before which no gradient is needed.
+    """
+    large = [call for call in calls if _has_large_rows(params, call)]
+    if not large:
+        return []
+    uses = Counter(i for call in calls for i in call.params.values())
+
+    def hook_of(call: RecordedCall) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def write(gradients: tuple[Tensor | None, ...]) -> None:
+            positions = call.params.values()
+            gradient = gradients[call.output_edge.output_nr]
+            # The late operator raises an error again, unless there is memory by then.
+            with suppress(Exception):
+                only = _for_core(LayerCalls(params, positions), [call], [gradient])
+                early.update(zip(positions, write_rows(only), strict=True))
+
+        return write
+
+    return [
+        call.output_edge.node.register_prehook(hook_of(call))
+        for call in large
+        if all(uses[i] == 1 for i in call.params.values()) and formula_of(call.module) is None
+    ]
+
+
+def _has_large_rows(params: list[Tensor], call: RecordedCall) -> bool:
+    """Whether a GPU writes them for longer than the host needs for an operator of their own."""
+    if not call.input.is_cuda:
+        return False
+    return len(call.input) * sum(params[i].nbytes for i in call.params.values()) >= 2**26
 
 
 def _own_parameters(module: nn.Module) -> list[Tensor]:
@@ -240,9 +314,8 @@ def _overwritten(calls: list[RecordedCall]) -> bool:
 
 
 def _for_core(
-    params: list[Tensor], calls: list[RecordedCall], gradients: tuple[Tensor | None, ...]
+    result: LayerCalls, calls: Iterable[RecordedCall], gradients: Iterable[Tensor | None]
 ) -> LayerCalls:
-    result = LayerCalls(params)
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is None:  # the loss does not depend on this output
             gradient = torch.zeros((), device=call.input.device).expand(call.output_shape)

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from .._callers import users_stacklevel
 from .._capture.layers import mixes_samples
 from .._reentrant import refuse_reentrant_checkpoints
-from .layers import LayerCalls, attention_for_vmap, layer_calls, leaves
+from .layers import LayerCalls, WriteRows, attention_for_vmap, layer_calls, leaves
 from .random_numbers import DRAWN, NoRandomNumbers
 from .sample_loss import LossFunction, SampleLoss, trainable
 from .sample_trees import SampleTree, count_samples
@@ -116,6 +116,13 @@ def per_sample_gradients(
                     whole[first:last] = part
             return result
 
+        def from_calls(calls: LayerCalls) -> list[Tensor]:
+            operator = torch.ops.torchium.per_sample_gradients
+            rows: list[Tensor] = calls.run(operator, max_workspace_bytes=max_workspace_bytes)
+            for position in sorted(calls.early_rows):
+                rows.insert(position, calls.early_rows[position])
+            return rows
+
         rows: list[Tensor] = evaluate(
             "per_sample_gradients",
             model,
@@ -123,10 +130,9 @@ def per_sample_gradients(
             loss_fn,
             inputs,
             targets,
-            from_calls=lambda calls: calls.run(
-                torch.ops.torchium.per_sample_gradients, max_workspace_bytes=max_workspace_bytes
-            ),
-            from_rows=from_rows,
+            from_calls,
+            from_rows,
+            write_rows=from_calls,
         )
     return dict(zip(parameters, rows, strict=True))
 
@@ -155,6 +161,7 @@ def evaluate(
     from_calls: Callable[[LayerCalls], T],
     from_rows: Callable[[Rows, int], T],
     least: int = 1,
+    write_rows: WriteRows | None = None,
 ) -> T:
     """A quantity of the per-sample gradients, as the public ``function`` returns it.
 
@@ -163,7 +170,7 @@ def evaluate(
     ``from_calls`` computes it from the layer calls. ``from_rows`` computes it from explicit
     gradients of as many samples at a time as it asks for, and gets the number of samples. It may
     be called again after an exception. ``least``: the smallest number of samples, 0 or 1; without any,
-    ``from_rows`` must not ask for gradients.
+    ``from_rows`` must not ask for gradients. ``write_rows``: as for ``layer_calls()``.
     """
     input_tree = SampleTree("inputs", inputs, shared=(bool, str, type(None)))
     target_tree = SampleTree("targets", targets, shared=(type(None),))
@@ -175,7 +182,7 @@ def evaluate(
         return from_rows(_rows_of(_one_by_one, loss), 0)
     if reason is None:
         try:
-            calls = layer_calls(loss)
+            calls = layer_calls(loss, write_rows)
             if calls is None:
                 return from_rows(_rows_of(_by_vmap, loss), samples)
         # Unsupported models raise many kinds of errors in vmap. An error of the model or the

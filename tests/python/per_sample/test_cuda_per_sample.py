@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from cuda_waits import no_waits
 from torch import Tensor, nn
 from torchium import gradients
+from torchium._per_sample import layers
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
@@ -53,6 +55,11 @@ def rows(model: nn.Module, *batch: Any) -> list[Tensor]:
     return list(gradients.per_sample_gradients(model, *batch).values())
 
 
+def early_rows(model: nn.Module, *batch: Any) -> list[Tensor]:
+    with mock.patch.object(layers, "_has_large_rows", return_value=True):
+        return rows(model, *batch)
+
+
 def gram(model: nn.Module, *batch: Any) -> list[Tensor]:
     return [gradients.gram(model, *batch)]
 
@@ -85,7 +92,7 @@ def case(name: str) -> tuple[nn.Module, Callable[[], Tensor], tuple[Any, Tensor,
     return model, make_inputs, (nn.functional.cross_entropy, make_inputs(), y)
 
 
-FUNCTIONS = [rows, norms, gram, dots, clipped_sums, block]
+FUNCTIONS = [rows, early_rows, norms, gram, dots, clipped_sums, block]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
