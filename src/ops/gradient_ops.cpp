@@ -7,6 +7,7 @@
 #include "ops/registration.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
@@ -56,6 +57,7 @@ struct OfCalls<function> {
                        at::TensorList output_gradients, at::IntArrayRef calls,
                        at::ArrayRef<double> call_eps, Rest... rest) {
     const c10::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView untracked;  // autograd's views take longer to make
     return function(
         params, gradients::detail::parse_calls(inputs, output_gradients, calls, call_eps), rest...);
   }
