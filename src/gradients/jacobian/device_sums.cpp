@@ -22,7 +22,7 @@ namespace {
 
 // [n, *shape] -> [n, size], rows of which the elements are contiguous.
 at::Tensor as_rows(const at::Tensor& x) {
-  const at::Tensor rows = x.unsqueeze(-1).flatten(1);
+  const at::Tensor rows = x.dim() == 2 ? x : x.unsqueeze(-1).flatten(1);
   return rows.size(1) > 1 && rows.stride(1) != 1 ? rows.contiguous() : rows;
 }
 

@@ -137,8 +137,8 @@ std::vector<DeviceRows::Call> PairBlock::device_calls() const {
     return calls;
   }
   for (const auto& [source, first_row] : calls_) {
-    auto images = source.images();
-    if (!images || source.positions() <= 1) {
+    auto images = source.positions() > 1 ? source.images() : std::nullopt;
+    if (!images) {
       return {};
     }
     calls.push_back({*std::move(images), first_row});
