@@ -8,6 +8,7 @@
 #include "support/vmap_level.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
@@ -252,6 +253,7 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
     refuse_random_numbers();
   } else if (!calls.empty()) {
     const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView untracked;  // autograd's views take longer to make
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     of_jacobian(Jacobian(params, calls));
   }
