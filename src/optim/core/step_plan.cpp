@@ -169,10 +169,7 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf, const Sha
 
 void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
                    const SharedInputs& shared) {
-  auto end = c10::make_scope_exit([&] {
-    planned_->set_end_of_stages({});
-    planned_->end();
-  });
+  auto end = c10::make_scope_exit([&] { end_step(); });
   std::vector<at::Tensor> grads;
   grads.reserve(active_.size());
   for (const size_t i : active_) {
@@ -209,9 +206,13 @@ void StepPlan::finish(const at::Tensor& lr, double decoupled_weight_decay) {
 
 void StepPlan::abandon() {
   if (std::exchange(is_unfinished_, false)) {
-    planned_->set_end_of_stages({});
-    planned_->end();
+    end_step();
   }
+}
+
+void StepPlan::end_step() {
+  planned_->set_end_of_stages({});
+  planned_->end();
 }
 
 bool StepPlan::replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,

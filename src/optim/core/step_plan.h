@@ -185,6 +185,7 @@ class StepPlan : public torch::CustomClassHolder {
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
            const SharedInputs& shared);
   // Replays run() as a graph. False: there is no graph.
+  void end_step();
   bool replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
               const at::Tensor& found_inf);
   // The memory that the plan holds; empty before the first step.

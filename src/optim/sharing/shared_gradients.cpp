@@ -15,25 +15,25 @@
 
 namespace torchium::optim::detail {
 
-// The strides of a block of the contiguous gradient, if the step can read it where it is: in one
-// piece, or where the step updates the parameter in place, by rows.
-std::optional<std::vector<int64_t>> SharedPlans::strides_as_it_is(const Sent& sent,
-                                                                  const at::Tensor& grad) const {
-  const Parameter& p = parameters_[sent.parameter];
-  const auto& options = *options_[p.group];
-  if (sent.block == nullptr || !sent.rows || rules_->maximize(options) ||
-      grad.scalar_type() != sent.block->tensor.scalar_type() ||
-      rules_->l2_penalty(options) != 0.0) {
-    return std::nullopt;
+// Whether the step can read the gradient where it is.
+bool SharedPlans::takes_as_it_is(const Sent& sent, const at::Tensor& grad) const {
+  const auto& options = *options_[parameters_[sent.parameter].group];
+  return !sent.strides.empty() && grad.is_contiguous() &&
+         grad.scalar_type() == sent.block->tensor.scalar_type() && !rules_->maximize(options) &&
+         rules_->l2_penalty(options) == 0.0;
+}
+
+// A block of the gradient where it is: one tensor for all steps, because a new one for each would
+// take most of the time of the host.
+void SharedPlans::point_to(Sent& sent, const at::Tensor& grad) const {
+  const int64_t offset = grad.storage_offset() + sent.rows->offset;
+  if (!sent.view.defined()) {
+    sent.view = grad.as_strided(sent.part->rectangle.sizes, sent.strides, offset);
+    return;
   }
-  const at::Tensor& block = sent.block->tensor;
-  if (sent.rows->columns == block.numel()) {
-    return block.strides().vec();
-  }
-  if (p.is_local && block.dim() == 2 && block.size(1) == sent.rows->columns) {
-    return std::vector<int64_t>{sent.rows->stride, 1};
-  }
-  return std::nullopt;
+  at::TensorImpl* view = sent.view.unsafeGetTensorImpl();
+  view->set_storage_keep_dtype(grad.storage());
+  view->set_storage_offset(offset);
 }
 
 // Takes the gradients that this rank gives, and copies them where it has to.
@@ -52,19 +52,17 @@ void SharedPlans::gather_gradients() {
       parameter = sent.parameter;
       grad = given.contiguous();
     }
-    const auto& rows = sent.rows;
-    const auto strides = given.is_contiguous() ? strides_as_it_is(sent, given) : std::nullopt;
-    if (strides) {
-      sent.values = grad.as_strided(sent.part->rectangle.sizes, *strides,
-                                    grad.storage_offset() + rows->offset);
+    if (takes_as_it_is(sent, given)) {
+      point_to(sent, given);
+      sent.values = sent.view;
       continue;
     }
     if (!sent.memory.defined()) {
       sent.memory = at::empty_like(sent.block->tensor);
     }
     sent.values = sent.memory;
-    if (rows && has_block_kernel(grad, sent.memory)) {
-      by_kernels.push_back({grad, *rows, sent.memory});
+    if (sent.rows && has_block_kernel(grad, sent.memory)) {
+      by_kernels.push_back({grad, *sent.rows, sent.memory});
     } else {
       sent.memory.copy_(
           part_of_shard(grad, *p.shared, *sent.part, sent.part->local_on(ranks_.rank())));
@@ -231,6 +229,9 @@ void SharedPlans::release_gradients() {
   give_gradients([](const Parameter& p) { return p.is_active; });
   for (Sent& sent : sent_) {
     sent.values.reset();
+    if (sent.view.defined()) {
+      sent.view.unsafeGetTensorImpl()->set_storage_keep_dtype(sent.block->tensor.storage());
+    }
     if (sent.block != nullptr) {
       sent.block->known = nullptr;
     }

@@ -317,6 +317,18 @@ BlockUpdate SharedPlans::update_of(const Parameter& p, const OwnBlock& own) cons
   return {p.stage == 0 ? 0 : p.stage - 1};
 }
 
+// In one piece, or where the step updates the parameter at once, by rows.
+std::vector<int64_t> SharedPlans::strides_in_place(const Parameter& p, const Sent& sent) const {
+  const at::Tensor& block = sent.block->tensor;
+  if (sent.rows && sent.rows->columns == block.numel()) {
+    return block.strides().vec();
+  }
+  if (sent.rows && p.is_local && block.dim() == 2 && block.size(1) == sent.rows->columns) {
+    return {sent.rows->stride, 1};
+  }
+  return {};
+}
+
 // The gradients that this rank gives, in the order of the parameters.
 void SharedPlans::lay_out_sent() {
   std::map<std::pair<const distributed::Part*, int64_t>, at::Tensor> outgoing;
@@ -346,6 +358,7 @@ void SharedPlans::lay_out_sent() {
             sent.memory = own.gradient;
           }
           sent.block = &own;
+          sent.strides = strides_in_place(parameters_[p], sent);
         } else {
           sent.memory = at::zeros(sizes, own.gradient.options());
           sent.target = part_of_block(own.gradient, shared->blocks[b], part);

@@ -96,7 +96,10 @@ class SharedPlans : public BlockedPlans {
     OwnBlock* block = nullptr;
     // The gradient of an own block, to which the values are copied; undefined: nothing to copy.
     at::Tensor target = {};
-    at::Tensor values = {};  // of this step: `memory`, or the gradient itself
+    // Of a block in a contiguous gradient, where the step can read it; empty: it cannot.
+    std::vector<int64_t> strides = {};
+    at::Tensor view = {};    // that block, in the gradient of this step
+    at::Tensor values = {};  // of this step: `memory` or `view`
   };
   struct Parameter {
     size_t group, index;
@@ -200,8 +203,9 @@ class SharedPlans : public BlockedPlans {
   void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
 
   void gather_gradients();
-  std::optional<std::vector<int64_t>> strides_as_it_is(const Sent& sent,
-                                                       const at::Tensor& grad) const;
+  std::vector<int64_t> strides_in_place(const Parameter& p, const Sent& sent) const;
+  bool takes_as_it_is(const Sent& sent, const at::Tensor& grad) const;
+  void point_to(Sent& sent, const at::Tensor& grad) const;
   bool has_new_memory() const;
   void release_gradients();
   void examine_gradients(StepFindings& own, distributed::DeviceFindings& on_device);
