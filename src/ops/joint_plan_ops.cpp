@@ -126,6 +126,7 @@ torch::class_<Plan> register_joint_plan(torch::Library& m, const char* name) {
               const MaybeTensor& loss_scale) {
              return self->take(inputs_from(lrs, found_inf, loss_scale, self->device()));
            })
+      .def("update_preconditioners", [](const Self& self) { self->update_preconditioners(); })
       .def("record_curvature", record_curvature<Plan>)
       .def("damping_update",
            [](const Self& self, double loss_before,

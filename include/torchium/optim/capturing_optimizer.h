@@ -67,6 +67,10 @@ class TORCHIUM_API CapturingOptimizer : public SecondOrderOptimizer {
   /// As SecondOrderOptimizer::add_param_group().
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
+  /// With capturable = true a captured step reads its learning rate from a tensor on the device.
+  /// This writes the options' lr to it: call it after a change of lr, before a replay.
+  void sync_lr();
+
   MemoryReport memory_report() const override;
 
  protected:

@@ -102,6 +102,11 @@ struct TORCHIUM_API KFACOptions : public OptionsOf<KFACOptions>, public SharedOp
   /// factor_dtype, or of parameters that no kernel supports, are launched. A change of another
   /// option than lr begins with launched steps.
   TORCH_ARG(std::string, graphs) = "auto";
+  /// A CUDA graph of the caller may capture step(), with the forward and backward pass: every step
+  /// updates the factors, and only KFAC::update_preconditioners() inverts them, besides the step in
+  /// which they are new. TCov and TInv have no meaning then. A step before the capture creates
+  /// state and inverses. Not with a process_group, schedules, adaptive_damping or "inverse_free".
+  TORCH_ARG(bool, capturable) = false;
   /// damping, TCov, TInv, stat_decay and kl_clip as functions of the step; the values above follow.
   TORCH_ARG(Schedules, schedules) = {};
 
@@ -262,6 +267,11 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   using CapturingOptimizer::update_curvature;
 
   KFACReport report() const;
+
+  /// Inverts the factors of all layers as they are now, regardless of TInv. With capturable = true
+  /// only this function does: call it between the replays of a captured step(). Before the first
+  /// step, and after a load, the next step does it. With a process_group all ranks must call it.
+  void update_preconditioners();
 
   /// Adapts the damping of all groups by the rule of Levenberg and Marquardt (Martens and Grosse
   /// 2015, section 6.5), which needs adaptive_damping. The losses are those of one batch before and

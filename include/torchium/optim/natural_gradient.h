@@ -69,6 +69,10 @@ struct TORCHIUM_API NaturalGradientOptions : public OptionsOf<NaturalGradientOpt
   /// is NCCL; destroy the optimizer before the group, which waits until no graph with a collective
   /// is left.
   TORCH_ARG(std::string, graphs) = "auto";
+  /// A CUDA graph of the caller may capture step(), with the forward and backward pass. A step
+  /// before the capture creates the state. Conjugate gradients keep the number of iterations of the
+  /// capture. Needs update_freq 1 and nystrom_rank 0; not with a process_group or adaptive_damping.
+  TORCH_ARG(bool, capturable) = false;
 
  public:
   /// The ranks that share the step, where parameters and gradients are the same on all of them and

@@ -207,6 +207,12 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
             ``solver="inverse_free"``, with ``ekfac``, ``adaptive_damping`` or another ``factor_dtype``, or of
             parameters that no kernel knows, are launched. After a change of an option other than
             ``lr`` the first steps are launched (default: "auto").
+        capturable (bool): a CUDA graph of the caller may capture :meth:`step` together with the forward and
+            backward pass: every step updates the factors, and only :meth:`update_preconditioners` inverts them,
+            besides the step in which they are new. ``TCov`` and ``TInv`` have no meaning then. A step before the
+            capture creates state and inverses. A tensor on the device as ``lr`` may change between replays.
+            Not with a ``process_group``, options that are functions, ``adaptive_damping`` or
+            ``solver="inverse_free"`` (default: False).
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
             its own. The factors are those of all samples; the loss of a rank is the mean (or with
@@ -279,6 +285,7 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
         graphs: str | bool = "auto",
+        capturable: bool = False,
         process_group: ProcessGroup | None = None,
         grad_worker_fraction: float = 1.0,
         skip_layers: Iterable[str | type[nn.Module]] = (),
@@ -364,6 +371,37 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
             >>> optimizer.step()
         """
         self._update_curvature(outputs, loss, reduction, class_dim, mask, samples, generator)
+
+    @torch.no_grad()
+    def update_preconditioners(self) -> None:
+        """Inverts the factors of all layers as they are now, regardless of ``TInv``.
+
+        With ``capturable=True`` only this method inverts them: call it between the replays of a captured
+        :meth:`step`. Before the first step, and after a load, the next step does it. With a
+        ``process_group`` all ranks must call it.
+
+        Raises:
+            RuntimeError: as :meth:`step`.
+
+        Example:
+            >>> model = torch.nn.Linear(10, 2)
+            >>> optimizer = torchium.KFAC(model, lr=0.1, capturable=True)
+            >>> for step in range(20):
+            ...     optimizer.zero_grad()
+            ...     model(torch.randn(8, 10)).square().mean().backward()
+            ...     optimizer.step()
+            ...     if step % 10 == 9:
+            ...         optimizer.update_preconditioners()
+        """
+        self._raise_failures()
+        try:
+            plan = self._bound_plan()
+            self._adopt_options(plan)
+        except BaseException:
+            self._withdraw()
+            raise
+        plan.core.update_preconditioners()
+        self._raise_failures()
 
     def update_damping(self, loss_before: float | Tensor, loss_after: float | Tensor) -> float:
         r"""Adapts the damping of all groups by the rule of Levenberg and Marquardt.

@@ -138,6 +138,11 @@ class NaturalGradient(CapturingOptimizer):
             first steps are launched. With a ``process_group`` only ``"always"`` captures, where its backend is
             NCCL; delete the optimizer before ``destroy_process_group()``, which waits until no graph
             with a collective is left (default: "auto").
+        capturable (bool): a CUDA graph of the caller may capture :meth:`step` together with the forward and
+            backward pass. A step before the capture creates the state. A tensor on the device as ``lr`` may
+            change between replays; conjugate gradients keep the number of iterations of the capture.
+            Needs ``update_freq=1`` and ``nystrom_rank=0``; not with a ``process_group`` or ``adaptive_damping``
+            (default: False).
         process_group (ProcessGroup, optional): the ranks that share the step, as under
             ``DistributedDataParallel``: parameters and gradients are the same on all of them, and each has samples of
             its own. The matrix is that of all samples. All ranks must call :meth:`step`,
@@ -196,6 +201,7 @@ class NaturalGradient(CapturingOptimizer):
         grad_scaler: GradScaler | None = None,
         maximize: bool = False,
         graphs: str | bool = "auto",
+        capturable: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
         options = self._OPTIONS.given(locals())

@@ -1,7 +1,7 @@
 #include "torchium/optim/blocked_optimizer.h"
 
 #include "optim/blocked/blocked_plans.h"
-#include "support/stream_capture.h"
+#include "optim/core/device_learning_rate.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -24,43 +24,10 @@ bool same_tensors(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 }  // namespace
 
 struct BlockedOptimizer::Runtime {
-  // The learning rate of a group on a device, as a plan takes it.
-  class LearningRate {
-   public:
-    // 0-dim float64: on the CPU, or in a tensor on `device` that captured steps read.
-    at::Tensor of_step(double lr, c10::Device device, bool capturable) {
-      if (!capturable) {
-        return at::scalar_tensor(lr, at::kDouble);
-      }
-      // A replay would write this value again.
-      TORCH_CHECK(
-          (on_device_.defined() && lr == value_) || !torchium::detail::is_capturing(device),
-          "step() cannot be captured yet: lr has been set to ", lr,
-          " since the last step, or capturable was off then; run a step before the capture");
-      if (!on_device_.defined()) {
-        on_device_ = at::full({}, lr, at::TensorOptions(at::kDouble).device(device));
-        value_ = lr;
-      }
-      sync(lr);
-      return on_device_;
-    }
-
-    // Writes `lr` to the tensor on the device, if there is one.
-    void sync(double lr) {
-      if (on_device_.defined() && lr != value_) {
-        on_device_.fill_(lr);
-        value_ = lr;
-      }
-    }
-
-   private:
-    at::Tensor on_device_;
-    double value_ = 0.0;
-  };
-
-  c10::intrusive_ptr<detail::BlockedPlans> plans;                         // null: none yet
-  std::vector<detail::BlockedGroup> bound;                                // to the plans
-  std::map<std::pair<size_t, std::string>, LearningRate> learning_rates;  // by group and device
+  c10::intrusive_ptr<detail::BlockedPlans> plans;  // null: none yet
+  std::vector<detail::BlockedGroup> bound;         // to the plans
+  // By group and device.
+  std::map<std::pair<size_t, std::string>, detail::DeviceLearningRate> learning_rates;
 };
 
 BlockedOptimizer::BlockedOptimizer(std::unique_ptr<Options> defaults)

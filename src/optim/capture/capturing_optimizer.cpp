@@ -297,10 +297,20 @@ void CapturingOptimizer::take_step() {
     throw;
   }
   detail::JointInputs inputs;
-  for (const auto& group : param_groups_) {
-    inputs.lrs.push_back(at::scalar_tensor(group.options().get_lr(), at::kDouble));
+  for (const auto g : c10::irange(param_groups_.size())) {
+    inputs.lrs.push_back(plan_->learning_rate(g, param_groups_[g].options().get_lr()));
   }
   change_states(plan_->take(inputs));
+}
+
+void CapturingOptimizer::sync_lr() {
+  refuse_moved_from();
+  std::vector<double> lrs;
+  for (const auto& group : param_groups_) {
+    lrs.push_back(group.options().get_lr());
+    detail::check_learning_rate(lrs.back());
+  }
+  plan_->sync_learning_rates(lrs);
 }
 
 void CapturingOptimizer::prepare_step(const std::vector<at::Tensor>& active) {

@@ -16,5 +16,12 @@ inline void check_adaptive_damping(bool adaptive_damping, double momentum) {
                     text_of(momentum));
 }
 
+// Throws c10::ValueError where the host would read what captured steps predict.
+inline void check_capturable(bool capturable, bool adaptive_damping) {
+  TORCH_CHECK_VALUE(!capturable || !adaptive_damping,
+                    "adaptive_damping=True counts steps on the host, which does not see replays; "
+                    "with capturable=True use adaptive_damping=False");
+}
+
 }  // namespace detail
 }  // namespace torchium::optim

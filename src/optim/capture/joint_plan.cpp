@@ -14,11 +14,6 @@
 namespace torchium::optim::detail {
 namespace {
 
-void refuse_capture(c10::Device device) {
-  TORCH_CHECK(!torchium::detail::is_capturing(device),
-              "a CUDA graph cannot capture this call: the host decides in step() what is captured");
-}
-
 std::unique_ptr<SecondOrderParamState> copy_of(const SecondOrderParamState& state) {
   return std::unique_ptr<SecondOrderParamState>(
       static_cast<SecondOrderParamState*>(state.clone().release()));
@@ -46,6 +41,13 @@ void append_changes(int64_t param, const SecondOrderParamState& before,
   }
 }
 
+void JointPlan::refuse_capture(c10::Device device, const char* why) const {
+  TORCH_CHECK(!torchium::detail::is_capturing(device),
+              "a CUDA graph cannot capture this call: ", why,
+              " Use KFAC or NaturalGradient with capturable=True, and run a step before the "
+              "capture");
+}
+
 void JointPlan::bind(std::vector<at::Tensor> params, const std::vector<NamedTensors>& states,
                      std::vector<int64_t> groups, std::vector<std::string> names) {
   TORCH_CHECK_VALUE(params.size() == states.size() && params.size() == groups.size() &&
@@ -57,7 +59,7 @@ void JointPlan::bind(std::vector<at::Tensor> params, const std::vector<NamedTens
                    [](const at::Tensor& param) { return gradient_of(param).defined(); });
   if (!params.empty()) {
     const at::Tensor& first = with_gradient == params.end() ? params.front() : *with_gradient;
-    refuse_capture(first.device());
+    refuse_capture(first.device(), "parameters or their state are new.");
     follow_to(first.device());
   }
   std::unordered_map<const at::TensorImpl*, int64_t> known;  // by `step`
@@ -228,7 +230,12 @@ DampingLosses JointPlan::joint_losses(const DampingLosses& own) const {
 }
 
 bool JointPlan::prepare() {
-  refuse_capture(device());
+  if (host_decides()) {
+    refuse_capture(device(), "the host decides in step() what is due.");
+  }
+  TORCH_CHECK_VALUE(host_decides() || !is_shared(), optimizer_name(),
+                    " has capturable=True and a process_group, but its ranks agree on each step by "
+                    "their hosts; use capturable=False");
   auto active = find_active();
   if (!active) {
     return false;
@@ -366,6 +373,17 @@ bool JointPlan::only_creates_state() {
     }
   }
   return true;
+}
+
+at::Tensor JointPlan::learning_rate(size_t group, double lr) {
+  learning_rates_.resize(std::max(learning_rates_.size(), group + 1));
+  return learning_rates_[group].of_step(lr, device(), !host_decides() && !device().is_cpu());
+}
+
+void JointPlan::sync_learning_rates(const std::vector<double>& lrs) {
+  for (size_t g = 0; g < std::min(lrs.size(), learning_rates_.size()); ++g) {
+    learning_rates_[g].sync(lrs[g]);
+  }
 }
 
 std::vector<at::Tensor> JointPlan::learning_rates(const JointInputs& inputs) const {

@@ -6,6 +6,7 @@
 #include "gradients/capture/operator_capture.h"
 #include "optim/capture/adaptive_damping.h"
 #include "optim/capture/curvature_passes.h"
+#include "optim/core/device_learning_rate.h"
 #include "optim/core/options.h"
 #include "optim/core/step_plan.h"
 #include "torchium/optim/capturing_optimizer.h"
@@ -105,7 +106,12 @@ class JointPlan : public StepPlan {
                     const torch::optim::OptimizerOptions& options, int64_t params,
                     const std::string& name) const;
 
-  bool host_decides() const override { return true; }
+  // The learning rate of a group for take(); and those of all groups, for replays of steps that a
+  // graph has captured.
+  at::Tensor learning_rate(size_t group, double lr);
+  void sync_learning_rates(const std::vector<double>& lrs);
+  // Inverts what the steps precondition with; see KFAC::update_preconditioners().
+  virtual void update_preconditioners() {}
 
   // Memory of these parameters, states, groups and names (bind()), of `groups` groups in all, and
   // of this plan.
@@ -163,6 +169,8 @@ class JointPlan : public StepPlan {
   DampingLosses joint_losses(const DampingLosses& own) const;
 
  private:
+  // While a CUDA graph of the caller captures.
+  void refuse_capture(c10::Device device, const char* why) const;
   distributed::StepFindings own_findings(const JointInputs& inputs);
   // Returns the inputs of all ranks.
   JointInputs agree(const JointInputs& inputs);
@@ -178,7 +186,8 @@ class JointPlan : public StepPlan {
   std::vector<std::string> names_;
   std::unordered_map<const at::TensorImpl*, int64_t> positions_;
   std::unordered_set<const at::TensorImpl*> excluded_;
-  std::mutex curvature_mutex_;           // threads may share a model
+  std::mutex curvature_mutex_;                      // threads may share a model
+  std::vector<DeviceLearningRate> learning_rates_;  // of the groups
   std::vector<at::Tensor> fresh_steps_;  // `step` of no steps, for which bind() is to come
 };
 
@@ -205,6 +214,7 @@ class JointPlanOf : public JointPlan {
       }
     }
   }
+  bool host_decides() const override { return options_.empty() || !options_.front().capturable(); }
   const std::string& fisher() const override {
     static const std::string unknown;
     return options_.empty() ? unknown : options_.front().fisher();

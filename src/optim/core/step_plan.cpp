@@ -162,7 +162,7 @@ void StepPlan::step(const at::Tensor& lr, const at::Tensor& found_inf, const Sha
   }
   monitor_.set_step_params(active_params_);
   if (host_decides()) {
-    monitor_.set_root_params(active_params_);
+    note_roots();
   }
   report();
 }
@@ -294,9 +294,6 @@ void StepPlan::note_skip(const std::vector<at::Tensor>& params) {
 }
 
 std::optional<StepReport> StepPlan::next_failure(bool wait) {
-  if (torchium::detail::is_capturing(device_)) {  // events must not be queried now
-    return std::nullopt;
-  }
   take_reports(wait);
   if (failures_.empty()) {
     return std::nullopt;
@@ -307,8 +304,8 @@ std::optional<StepReport> StepPlan::next_failure(bool wait) {
 }
 
 void StepPlan::take_reports(bool wait) {
-  if (!wait && settles_reports()) {
-    return;
+  if ((!wait && settles_reports()) || torchium::detail::is_capturing(device_)) {
+    return;  // events must not be queried in a capture
   }
   while (auto report = monitor_.next(wait)) {
     if (report->skipped && report->step_params) {

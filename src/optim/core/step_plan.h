@@ -169,6 +169,8 @@ class StepPlan : public torch::CustomClassHolder {
   virtual bool settles_reports() const { return false; }
   void settle_reports();
   StepMonitor& monitor() { return monitor_; }
+  // The roots of which the next report counts failures are those of the active parameters.
+  void note_roots() { monitor_.set_root_params(active_params_); }
   // Submits the status of a call, unless that is captured.
   void report();
   // Moves the plan to another device, with its parameters.
@@ -184,8 +186,8 @@ class StepPlan : public torch::CustomClassHolder {
   };
   void run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::Tensor& found_inf,
            const SharedInputs& shared);
-  // Replays run() as a graph. False: there is no graph.
   void end_step();
+  // Replays run() as a graph. False: there is no graph.
   bool replay(const GraphKey& key, const at::Tensor& lr, at::IntArrayRef host_steps,
               const at::Tensor& found_inf);
   // The memory that the plan holds; empty before the first step.

@@ -73,6 +73,9 @@ void KFAC::check_together(const std::vector<const Options*>& groups) const {
         "damping of group ", g,
         " is a function of the step, which adaptive_damping=True cannot change; pass a number to ",
         "start from, or adaptive_damping=False");
+    TORCH_CHECK_VALUE(!options.capturable() || options.schedules().empty(), "an option of group ",
+                      g, " is a function of the step, which a captured step cannot follow; pass a ",
+                      "number, or capturable=False");
   }
 }
 
@@ -132,6 +135,18 @@ bool KFAC::is_watched(const at::Tensor& param) const {
 bool KFAC::captures_next() {
   const auto& due = plan().due();
   return std::find(due.begin(), due.end(), true) != due.end();
+}
+
+void KFAC::update_preconditioners() {
+  refuse_moved_from();
+  try {
+    adopt_groups();
+  } catch (...) {
+    plan().withdraw();
+    throw;
+  }
+  plan().update_preconditioners();
+  read_reports(/*wait=*/false);
 }
 
 double KFAC::update_damping(double loss_before, double loss_after) {

@@ -47,6 +47,10 @@ void check_combination(const KFACOptions& o) {
                     "ekfac=True needs eigenvectors; use damping_split='exact', got '",
                     o.damping_split(), "'");
   detail::check_adaptive_damping(o.adaptive_damping(), o.momentum());
+  detail::check_capturable(o.capturable(), o.adaptive_damping());
+  TORCH_CHECK_VALUE(!o.capturable() || o.solver() != "inverse_free",
+                    "solver='inverse_free' has no inverses that update_preconditioners() could "
+                    "renew; with capturable=True use another solver");
   detail::check_grad_workers(o.grad_worker_fraction(), o.ekfac());
   detail::check_skip_layers(o.skip_layers());
 }

@@ -42,7 +42,8 @@ auto option_fields(Options& o) {
       Option{"factor_dtype", o.factor_dtype(), kFactorDtypes},
       Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},
       Option{"maximize", o.maximize(), Flag{}},
-      Option{"graphs", o.graphs(), kGraphModes, kSameInAllGroups});
+      Option{"graphs", o.graphs(), kGraphModes, kSameInAllGroups},
+      Option{"capturable", o.capturable(), Flag{}, kSameInAllGroups});
   // clang-format on
 }
 

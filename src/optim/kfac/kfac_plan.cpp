@@ -1,5 +1,7 @@
 #include "optim/kfac/kfac_plan.h"
 
+#include "support/stream_capture.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
@@ -99,7 +101,9 @@ void KfacPlan::after_bind() {
 // ---- layer calls
 
 const std::vector<bool>& KfacPlan::due() {
-  if (due_.empty()) {
+  if (!host_decides()) {
+    due_.assign(size(), true);
+  } else if (due_.empty()) {
     take_reports(/*wait=*/false);
     const auto taken = steps_taken();
     for (const auto i : c10::irange(size())) {
@@ -196,6 +200,9 @@ bool KfacPlan::has_factors(size_t i) {
   const auto* count = state.factor_updates().unsafeGetTensorImpl();
   if (with_factors_.count(count) != 0) {
     return true;
+  }
+  if (torchium::detail::is_capturing(device())) {
+    return false;  // check_captured()
   }
   // A wait for a GPU, but only after a load or a skipped step.
   const bool result = state.factor_updates().item<double>() > 0.0;

@@ -86,6 +86,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // The rule of update_damping() of KFAC: the ratio, and what the damping is multiplied by. Waits
   // for the device.
   std::pair<double, double> damping_update(double loss_before, double loss_after);
+  void update_preconditioners() override;
 
   // KFAC::report() of these parameters, whose states may be newer than those of bind(). `reasons`:
   // why those of fallback() have no factors; one text per parameter.
@@ -194,6 +195,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   bool is_lost(const Layer& layer) const;
   void finish_sums(const at::Tensor& loss_scale);
   void set_layers(KfacGroup& group);
+  void check_captured(const KfacGroup& group) const;
   void set_sums(const Layer& of, KfacLayer& layer) const;
   void set_sums(const Layer& of, UnitwiseLayer& layer) const;
   bool has_divided_gradients() const;

@@ -3,8 +3,12 @@
 #include "optim/kfac/kfac_plan.h"
 #include "optim/kfac/kfac_step.h"
 #include "optim/kfac/sharing/shared_sums.h"
+#include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/irange.h>
 
@@ -153,9 +157,18 @@ void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   }
 }
 
+// The first steps of layers invert their factors, by decisions of the host.
+void KfacPlan::check_captured(const KfacGroup& group) const {
+  TORCH_CHECK(!torchium::detail::is_capturing(device()) ||
+                  std::ranges::none_of(
+                      group.layers, [](const auto& l) { return l.inverse_due || l.inverse_lost; }),
+              "step() cannot be captured yet: factors or inverses are new; run a step before the "
+              "capture");
+}
+
 // Sets what the layers of a planned step have of one step.
 void KfacPlan::set_layers(KfacGroup& group) {
-  const auto taken = known_steps(active());
+  const auto taken = host_decides() ? known_steps(active()) : std::vector<int64_t>();
   auto layer_of = group.layers.begin();
   auto unitwise_of = group.unitwise.begin();
   for (const Layer& each : layers_) {
@@ -169,7 +182,8 @@ void KfacPlan::set_layers(KfacGroup& group) {
       continue;
     }
     KfacLayer& layer = *layer_of++;
-    layer.inverse_due = !each.has_factors || taken[layer.weight] % options(each.weight).TInv() == 0;
+    layer.inverse_due = !each.has_factors ||
+                        (host_decides() && taken[layer.weight] % options(each.weight).TInv() == 0);
     layer.inverse_lost = is_lost(each);
     set_options(layer);  // after inverse_lost, on which the sums depend
     if (layer.is_inverse_free()) {
@@ -196,6 +210,7 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
   });
   finish_sums(inputs.loss_scale);
   set_layers(group);
+  check_captured(group);
   due_.clear();
   ++steps_since_update_;
   try {
@@ -220,6 +235,29 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
     }
   }
   return {};
+}
+
+void KfacPlan::update_preconditioners() {
+  agree_to("update_preconditioners()", [] {});
+  auto* step = static_cast<KfacStep*>(planned());
+  if (step == nullptr || !is_unchanged()) {
+    for (const auto i : c10::irange(size())) {
+      lost_inverses_.insert(param(i).unsafeGetTensorImpl());
+    }
+    return;
+  }
+  const c10::NoGradGuard no_grad;
+  const c10::DeviceGuard device_guard(device());
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  auto layer_of = step->group().layers.begin();
+  for (const Layer& each : layers_) {
+    if (!each.is_unitwise) {
+      (layer_of++)->damping = options(each.weight).damping();
+    }
+  }
+  step->renew_inverses();
+  note_roots();
+  StepPlan::report();
 }
 
 std::pair<double, double> KfacPlan::damping_update(double loss_before, double loss_after) {

@@ -215,6 +215,21 @@ void KfacStep::update_inverses(bool KfacLayer::*wanted, const FoundInfGuard& gua
   }
 }
 
+void KfacStep::renew_inverses() {
+  const auto set_all = [&](bool wanted) {
+    for (KfacLayer& layer : group_.layers) {
+      layer.inverse_lost = wanted;
+    }
+  };
+  set_all(true);
+  const auto reset = c10::make_scope_exit([&] { set_all(false); });
+  HeldError held;
+  update_inverses(&KfacLayer::inverse_lost, FoundInfGuard::open(), held);
+  held.run([&] { record_failures(); });
+  all_go_on(/*is_kept=*/true, held);
+  held.raise();
+}
+
 // After an error other ranks still wait for tensors of these sizes.
 std::vector<at::Tensor> KfacStep::direction(size_t layer, const HeldError& held) const {
   if (!held.is_set()) {

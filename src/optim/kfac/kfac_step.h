@@ -30,6 +30,8 @@ class KfacStep : public PrologueStep {
 
   // Before a step the caller sets `lr` of the parameters and the fields of layers for one step.
   KfacGroup& group() { return group_; }
+  // The inverses of all factors as they are.
+  void renew_inverses();
   // Releases the sums.
   void forget_sums();
 

@@ -26,8 +26,10 @@ void IterationBudget::take_arrived() {
   pending_.reset();
 }
 
-int64_t IterationBudget::next(int64_t most) {
-  take_arrived();
+int64_t IterationBudget::next(int64_t most, bool takes_arrived) {
+  if (takes_arrived) {
+    take_arrived();
+  }
   launched_ = std::min(known_.value_or(most), most);
   return launched_;
 }

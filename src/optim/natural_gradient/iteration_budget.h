@@ -17,7 +17,8 @@ namespace torchium::optim::detail {
 //   as many as are allowed, if no step is known.
 class IterationBudget {
  public:
-  int64_t next(int64_t most);
+  // takes_arrived: whether numbers may be asked for that have arrived since.
+  int64_t next(int64_t most, bool takes_arrived);
   // Whether next() followed a known step.
   bool is_known() const { return known_.has_value(); }
   // numbers: iterations and relative residual of the step, float64 on the device. Copied to the

@@ -24,12 +24,21 @@ auto option_fields(Options& o) {
       Option{"max_workspace_bytes", o.max_workspace_bytes(), Integer{}, kSameInAllGroups},
       Option{"adaptive_damping", o.adaptive_damping(), Flag{}, kSameInAllGroups},
       Option{"maximize", o.maximize(), Flag{}},
-      Option{"graphs", o.graphs(), kGraphModes, kSameInAllGroups});
+      Option{"graphs", o.graphs(), kGraphModes, kSameInAllGroups},
+      Option{"capturable", o.capturable(), Flag{}, kSameInAllGroups});
   // clang-format on
 }
 
 inline void check_combination(const NaturalGradientOptions& o) {
   detail::check_adaptive_damping(o.adaptive_damping(), o.momentum());
+  detail::check_capturable(o.capturable(), o.adaptive_damping());
+  TORCH_CHECK_VALUE(!o.capturable() || o.update_freq() == 1,
+                    "capturable=True captures the matrix of every step; use update_freq=1, got ",
+                    o.update_freq());
+  TORCH_CHECK_VALUE(!o.capturable() || o.nystrom_rank() == 0,
+                    "a CUDA graph cannot capture the Nystrom preconditioner, which takes "
+                    "eigenvalues; with capturable=True use nystrom_rank=0, got ",
+                    o.nystrom_rank());
 }
 
 }  // namespace torchium::optim

@@ -4,6 +4,7 @@
 #include "optim/core/argument_checks.h"
 #include "optim/core/found_inf_guard.h"
 #include "optim/natural_gradient/natural_gradient_planned_step.h"
+#include "support/stream_capture.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -111,7 +112,9 @@ bool NaturalGradientPlan::has_kept_params() const {
 // ---- layer calls
 
 bool NaturalGradientPlan::is_refresh() {
-  if (!refresh_) {
+  if (!refresh_ && !host_decides()) {
+    refresh_ = true;  // update_freq is 1
+  } else if (!refresh_) {
     if (is_shared() && !options().empty() && options().front().update_freq() > 1) {
       settle_reports();  // all ranks decide by the same counts
     } else {
@@ -245,7 +248,7 @@ NaturalGradientPlan::Factorization NaturalGradientPlan::factorization_for(
 void NaturalGradientPlan::take_numbers(NaturalGradientPlannedStep& step) {
   solver_ = step.solver.name;
   numbers_ = std::move(step.numbers);
-  if (solver_ == "cg" && !device().is_cpu()) {
+  if (solver_ == "cg" && !device().is_cpu() && !torchium::detail::is_capturing(device())) {
     budget_.submit(numbers_, step.solver.rule.tolerance);
   }
   ++steps_since_damping_;
@@ -315,7 +318,7 @@ void NaturalGradientPlan::choose_solver(NaturalGradientPlannedStep& step) {
   step.is_probing = false;
   if (step.solver.name == "cg" && !device().is_cpu()) {
     auto& most = step.solver.rule.max_iterations;
-    most = budget_.next(most);
+    most = budget_.next(most, /*takes_arrived=*/!torchium::detail::is_capturing(device()));
     if (is_shared()) {  // which numbers have arrived is not the same on all ranks
       most = ranks().all_reduce_max({most}).front();
     }

@@ -7,8 +7,7 @@
 #include <functional>
 
 #ifdef TORCHIUM_WITH_CUDA
-#include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAGuard.h>
+#include "captured_graph.h"
 #endif
 
 namespace torchium::testing {
@@ -223,23 +222,6 @@ TEST_F(CudaOptimizers, ReplayedStepsOfAdagradEqualLaunchedOnes) {
 }
 
 #ifdef TORCHIUM_WITH_CUDA
-// The graph of an action; its stream is current during its lifetime.
-class CapturedGraph {
- public:
-  template <typename Action>
-  explicit CapturedGraph(Action&& action) {
-    torch::cuda::synchronize();
-    graph_.capture_begin();
-    action();
-    graph_.capture_end();
-  }
-  void replay() { graph_.replay(); }
-
- private:
-  const c10::cuda::CUDAStreamGuard stream_{c10::cuda::getStreamFromPool()};
-  at::cuda::CUDAGraph graph_;
-};
-
 // Two optimizers with equal parameters; one is to be captured.
 struct PlainAndCaptured {
   Tensors plain_params = on_cuda(odd_parameters());

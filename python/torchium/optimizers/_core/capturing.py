@@ -147,6 +147,11 @@ class CapturingOptimizer(ScaledLoss, CoreOptimizer):
         """Sets the options that are functions of the step number."""
         functions = [schedules_in(self._OPTIONS, group) for group in self.param_groups]
         if any(functions):
+            if self.param_groups[0].get("capturable"):
+                raise ValueError(
+                    f"{next(name for each in functions for name in each)} is a function of the step, which a "
+                    "captured step cannot follow; pass a number, or capturable=False"
+                )
             steps = self._bound_plan().core.next_steps(len(self.param_groups))
             values = [
                 at_step(self._OPTIONS, *each, max(steps)) if each[0] else {}
