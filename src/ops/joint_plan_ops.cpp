@@ -202,6 +202,10 @@ void register_kfac_plan(torch::Library& m) {
              const auto* layer = self->records().layer(self->param(static_cast<size_t>(weight)));
              return layer == nullptr ? std::string() : layer->problem;
            })
+      .def("needs_curvature",
+           [](const Self& self, int64_t i) {
+             return self->needs_curvature(self->param(static_cast<size_t>(i)));
+           })
       .def("recorded",
            [](const Self& self) {
              std::vector<int64_t> recorded;
@@ -272,6 +276,8 @@ void register_natural_gradient_plan(torch::Library& m) {
            [](const Self& self, const at::Tensor& input, const at::Tensor& output_gradient,
               const std::vector<int64_t>& row,
               double eps) { self->receive(call_from(input, output_gradient, row, eps), {}); })
+      .def("note_reached",
+           [](const Self& self, const std::vector<int64_t>& params) { self->note_reached(params); })
       .def("set_jacobian", &NaturalGradientPlan::set_jacobian)
       .def("has_jacobian", &NaturalGradientPlan::has_jacobian)
       .def("report", [](const Self& self) {

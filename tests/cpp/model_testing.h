@@ -4,6 +4,8 @@
 #include "optimizer_testing.h"
 #include "torchium/optim/curvature_options.h"
 
+#include <utility>
+
 namespace torchium::testing {
 
 namespace nn = torch::nn;
@@ -140,6 +142,22 @@ void expect_faster_than_momentum(Optimizer& optimizer, nn::Sequential& model, do
   torch::optim::SGD sgd(sgd_model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   EXPECT_LT(train_loss(optimizer, model), ratio * train_loss(sgd, sgd_model));
 }
+
+// Two heads on one trunk.
+struct TwoHeads : public nn::Module {
+  TwoHeads() {
+    torch::manual_seed(3);
+    trunk = register_module("trunk", nn::Linear(4, 5));
+    first = register_module("first", nn::Linear(5, 3));
+    second = register_module("second", nn::Linear(5, 2));
+    to(torch::kDouble);
+  }
+  std::pair<torch::Tensor, torch::Tensor> forward(const torch::Tensor& x) {
+    const auto h = trunk(x).tanh();
+    return {first(h), second(h)};
+  }
+  nn::Linear trunk{nullptr}, first{nullptr}, second{nullptr};
+};
 
 // Collects the warnings of its scope.
 class Warnings : public c10::WarningHandler {

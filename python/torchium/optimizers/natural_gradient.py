@@ -394,10 +394,13 @@ class NaturalGradient(CapturingOptimizer):
     def _before_step(self, plan: JointPlan) -> None:
         if not plan.core.is_refresh() or plan.core.has_jacobian():
             return
+        passes = self._capture.calls()
         if self.param_groups[0]["fisher"] == "empirical":
-            passes = self._capture.calls()
             check_inputs(passes, "step() has been called")
             self._record_calls(plan, passes)
+        else:
+            params = {p for calls in passes for call in calls for p in call.params.values()}
+            plan.core.note_reached([plan.positions[p] for p in params if p in plan.positions])
         if plan.core.is_start():
             return
         self._check_owners([p for p in plan.params if p.grad is not None])

@@ -42,6 +42,7 @@ constexpr std::array kFallbackReasons{
     FallbackReason{"convolved", kConvolvedBothWays, ""},
     FallbackReason{"norm", kNormAndOther, ""},
     FallbackReason{"outside", kUsedOutside, ""},
+    FallbackReason{"no_curvature", kNoCurvature, ""},
     FallbackReason{"not_captured", "no factors captured", ""},
 };
 

@@ -5,6 +5,7 @@
 
 namespace torchium::optim::detail {
 
+constexpr const char* kNoCurvature = "no update_curvature() covers its outputs";
 constexpr const char* kUsedOutside = "used outside of its layer";
 constexpr const char* kUsedBothWays = "used as [in, out] and as [out, in]";
 constexpr const char* kConvolvedBothWays = "used by a convolution and by a transposed one";

@@ -200,6 +200,9 @@ std::string KFAC::why_not(const at::Tensor& param) const {
   if (records.is_lone_bias(param)) {
     return detail::kLoneBias;
   }
+  if (plan().needs_curvature(param)) {
+    return detail::kNoCurvature;
+  }
   return detail::fallback_reason("not_seen", place == nullptr ? "the model" : place->type);
 }
 

@@ -37,6 +37,19 @@ void KfacPlan::check_curvature_rows(const gradients::detail::LayerCall& call,
                     several_rows_message(rows, outputs, name(call.weight)));
 }
 
+void KfacPlan::note_reached(const gradients::detail::LayerCall& call) {
+  const std::lock_guard lock(records_mutex_);
+  for (const int64_t i : {call.weight, call.bias}) {
+    if (i >= 0 && i < static_cast<int64_t>(size())) {
+      reached_.insert(param(i).unsafeGetTensorImpl());
+    }
+  }
+}
+
+bool KfacPlan::needs_curvature(const at::Tensor& param) const {
+  return takes_curvature() && reached_.count(param.unsafeGetTensorImpl()) != 0;
+}
+
 void KfacPlan::require_curvature(const std::vector<size_t>& active) {
   if (!takes_curvature() || curvature_batches_.size() > 0) {
     return;

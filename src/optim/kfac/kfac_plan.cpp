@@ -91,8 +91,8 @@ void KfacPlan::after_bind() {
   }
   const auto is_known = [&](const at::TensorImpl* impl) { return params.count(impl) != 0; };
   records_.keep_only(is_known);
-  for (auto* set :
-       {&fallback_, &warned_, &warned_of_samples_, &warned_of_disagreement_, &lost_inverses_}) {
+  for (auto* set : {&fallback_, &warned_, &warned_of_samples_, &warned_of_disagreement_,
+                    &lost_inverses_, &reached_}) {
     std::erase_if(*set, [&](const auto* impl) { return !is_known(impl); });
   }
   std::erase_if(owners_, [&](const auto& entry) { return !is_known(entry.first); });
@@ -154,6 +154,9 @@ void KfacPlan::add_to_sums(gradients::detail::LayerCall call, const CurvatureCol
 void KfacPlan::receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) {
   if (!gone_passes.empty()) {
     drop(call.weight, gone_passes);
+  }
+  if (takes_curvature()) {
+    note_reached(call);
   }
   record(std::move(call));
 }

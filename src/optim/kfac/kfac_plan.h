@@ -81,6 +81,10 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void forget() override;
   const FactorRecords& records() const { return records_; }
 
+  // Whether a backward pass has reached a call of the parameter's layer, which counts for nothing
+  // because the factors come from update_curvature().
+  bool needs_curvature(const at::Tensor& param) const;
+
   // ---- steps
 
   // The rule of update_damping() of KFAC: the ratio, and what the damping is multiplied by. Waits
@@ -173,6 +177,7 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   void add_to_sums(gradients::detail::LayerCall call, const CurvatureColumn* column);
   void check_curvature_rows(const gradients::detail::LayerCall& call, const at::Tensor& outputs,
                             const LossCurvature& curvature) const;
+  void note_reached(const gradients::detail::LayerCall& call);
   void require_curvature(const std::vector<size_t>& active);
   // What the last step that a parameter took has done with it.
   struct Treatment {
@@ -220,6 +225,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // factor_updates that the host knows to be above 0.
   std::unordered_set<const at::TensorImpl*> with_factors_;
   CurvatureBatches curvature_batches_;
+  // Of layers whose calls backward passes have reached since the factors come from curvatures.
+  std::unordered_set<const at::TensorImpl*> reached_;
   std::string damping_split_, fisher_;  // of the options before
   bool compared_skips_ = false;
   bool is_inverse_free_ = false;

@@ -9,6 +9,7 @@
 #include <c10/util/irange.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -38,15 +39,22 @@ void check_residuals(const at::Tensor& residuals, const at::Tensor& rows) {
 }  // namespace
 
 void NaturalGradientPlan::receive(LayerCall call, const std::vector<int64_t>& gone_passes) {
+  const std::array params{call.weight, call.bias};
   auto& pass = keep_call(passes_, KeptCall(std::move(call)), gone_passes);
   if (takes_curvature()) {
     pass.clear();  // it is only a sign of the backward pass
+    note_reached(params);
   }
+}
+
+void NaturalGradientPlan::note_reached(at::IntArrayRef params) {
+  reached_.insert(params.begin(), params.end());
 }
 
 void NaturalGradientPlan::forget() {
   refresh_.reset();  // no calls of this step are recorded yet
   passes_.clear();
+  reached_.clear();
   columns_.clear();
   curvature_batches_.forget();
   given_ = nullptr;
@@ -149,10 +157,6 @@ void NaturalGradientPlan::require_curvature() const {
 // Refuses a batch that does not account for all gradients.
 void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
                                          const std::vector<size_t>& active) const {
-  TORCH_CHECK_VALUE(!batch.calls.empty(),
-                    "NaturalGradient has captured no backward pass since the last step or "
-                    "zero_grad(); make the optimizer before the forward pass, call backward() "
-                    "once a batch, and let gradients come from layers that it knows");
   std::vector<bool> is_known(size(), false);
   for (const LayerCall& call : batch.calls) {
     for (const int64_t i : {call.weight, call.bias}) {
@@ -161,6 +165,18 @@ void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
       }
     }
   }
+  for (const size_t i : active) {
+    const bool needs_curvature = takes_curvature() && !is_known[i] && !is_excluded(i) &&
+                                 reached_.count(static_cast<int64_t>(i)) != 0;
+    TORCH_CHECK_VALUE(!needs_curvature, "the gradient of ", name(i),
+                      " comes from an output of the model that no update_curvature() covers; call "
+                      "update_curvature(outputs, loss) for each output that the loss uses, or "
+                      "freeze the layers of the others");
+  }
+  TORCH_CHECK_VALUE(!batch.calls.empty(),
+                    "NaturalGradient has captured no backward pass since the last step or "
+                    "zero_grad(); make the optimizer before the forward pass, call backward() "
+                    "once a batch, and let gradients come from layers that it knows");
   for (const size_t i : active) {
     TORCH_CHECK_VALUE(is_known[i], "the gradient of ", name(i),
                       " does not come from its layer alone, as with a function call that is not "

@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +39,9 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   bool is_refresh();
   void receive(gradients::detail::LayerCall call, const std::vector<int64_t>& gone_passes) override;
   bool joins_passes() const override { return true; }
+  // Parameters of calls that backward passes have reached, if the matrix comes from curvatures
+  // (-1: none): they need one.
+  void note_reached(at::IntArrayRef params);
   void forget() override;
   // Backward passes with recorded calls.
   std::vector<int64_t> passes() const;
@@ -112,6 +116,7 @@ class NaturalGradientPlan : public JointPlanOf<NaturalGradientOptions, NaturalGr
   gradients::detail::KeptCalls passes_;
   gradients::detail::KeptCalls columns_;  // of curvatures
   CurvatureBatches curvature_batches_;
+  std::set<int64_t> reached_;  // note_reached()
   // Of set_jacobian(), with the versions of its tensors; null: none.
   std::shared_ptr<const KeptBatch> given_;
   std::vector<int64_t> given_versions_;

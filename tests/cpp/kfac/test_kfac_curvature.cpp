@@ -53,6 +53,23 @@ TEST(KfacCurvature, AddsUpOutputsOfOneForwardPass) {
   }
 }
 
+TEST(KfacCurvature, NamesTheHeadWithoutOne) {
+  TwoHeads model;
+  KFAC optimizer(model, KFACOptions(0.1).fisher("mc"));
+  const auto [first, second] = model.forward(torch::randn({6, 4}, torch::kDouble));
+  optimizer.update_curvature(first, "cross_entropy");
+  (first.square().mean() + second.square().mean()).backward();
+  Warnings warnings;
+  optimizer.step();
+  expect_contains(warnings.text,
+                  "2 (no update_curvature() covers its outputs: second.weight, second.bias)");
+  expect_contains(warnings.text,
+                  "give each one that the loss uses an update_curvature(outputs, loss)");
+  const auto report = optimizer.report();
+  EXPECT_EQ(report.fallback, (std::vector<std::string>{"second.weight", "second.bias"}));
+  EXPECT_EQ(report.parameters.back().detail, "no update_curvature() covers its outputs");
+}
+
 TEST(KfacCurvature, LeavesGradientsAndTheGraphAlone) {
   auto model = make_mlp();
   auto plain = make_mlp();

@@ -56,6 +56,17 @@ TEST(NaturalGradientCurvature, SolvesLinearRegressionInOneStep) {
   expect_linear_regression_in_one_step(make, 1e-6);
 }
 
+TEST(NaturalGradientCurvature, NamesTheHeadWithoutOne) {
+  TwoHeads model;
+  NaturalGradient optimizer(model, newton(0.1).fisher("mc"));
+  const auto [first, second] = model.forward(torch::randn({6, 4}, torch::kDouble));
+  optimizer.update_curvature(first, "cross_entropy");
+  (first.square().mean() + second.square().mean()).backward();
+  const auto message = refusal([&] { optimizer.step(); });
+  expect_contains(message, "the gradient of 'second.weight'");
+  expect_contains(message, "comes from an output of the model that no update_curvature() covers");
+}
+
 TEST(NaturalGradientCurvature, AddsUpOutputsOfOneForwardPass) {
   Tensors results;
   for (const bool in_two : {false, true}) {

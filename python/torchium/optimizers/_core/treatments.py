@@ -51,7 +51,11 @@ class TreatmentReports(CapturingOptimizer):
             reason = self._plan.core.problem(self._plan.positions[weight]) or None
         if reason is not None:
             return reason
-        return reason_of("not_captured" if weight in fallback else "other_bias")
+        if weight not in fallback:
+            return reason_of("other_bias")
+        plan = self._plan
+        needs_curvature = plan is not None and plan.core.needs_curvature(plan.positions[param])
+        return reason_of("no_curvature" if needs_curvature else "not_captured")
 
     def _announce(self, plan: JointPlan) -> None:
         core = plan.core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -138,6 +139,47 @@ def test_heads_may_count_other_samples(device):
         results.append(optimizer.state[trunk.weight])
     for name in ("A", "G"):
         assert_close_in_norm(results[1][name], results[0][name], 1e-10)
+
+
+def step_with_one_curvature(optimizer: Any, model: Heads) -> None:
+    optimizer.zero_grad()
+    logits, values = model(random(SAMPLES, 4, seed=1))
+    optimizer.update_curvature(logits, "cross_entropy")
+    loss_of(logits, values).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "mc"])
+def test_kfac_names_the_head_without_a_curvature(fisher):
+    model = Heads()
+    optimizer = KFAC(model, fisher=fisher)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step_with_one_curvature(optimizer, model)
+        step_with_one_curvature(optimizer, model)
+    (text,) = [str(each.message) for each in caught]
+    assert "2 (no update_curvature() covers its outputs: values.weight, values.bias)" in text
+    assert "give each one that the loss uses an update_curvature(outputs, loss)" in text
+    for name in ("values.weight", "values.bias"):
+        detail = optimizer.report()["parameters"][name]
+        assert detail == ("fallback", "no update_curvature() covers its outputs")
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_natural_gradient_names_the_head_without_a_curvature(only):
+    """Also if no layer has a curvature and a gradient."""
+    model = Heads()
+    model.trunk.requires_grad_(not only)
+    optimizer = NaturalGradient(model, fisher="mc")
+    logits, values = model(random(SAMPLES, 4, seed=1))
+    optimizer.update_curvature(logits, "cross_entropy")
+    (values.sum() if only else loss_of(logits, values)).backward()
+    message = (
+        r"gradient of parameter 'values.weight'.* comes from an output of the model that no "
+        r"update_curvature\(\) covers; call update_curvature\(outputs, loss\) for each output"
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
 
 
 def sequence_model(device: torch.device) -> tuple[nn.Module, Tensor]:
