@@ -68,9 +68,15 @@ def _why_unknown(module: nn.Module) -> str | None:
     registered = {n: p for n, p in module._parameters.items() if p is not None}
     scalars = [n for n, p in registered.items() if not p.dim()]
     if len(registered) > _MOST_PARAMETERS:
-        return f"has {len(registered)} parameters; a block takes at most two of a registered layer"
+        return (
+            f"has {len(registered)} parameters, and a block takes at most two of a registered layer; "
+            "split it into layers of at most two"
+        )
     if scalars:
-        return f"has a parameter {scalars[0]!r} without dimensions"
+        return (
+            f"has a parameter {scalars[0]!r} without dimensions; give it the shape [1], and its rows "
+            "in the formula [samples, 1]"
+        )
     return None
 
 
@@ -173,6 +179,11 @@ class per_sample:
         how = computed_weight(module)
         computed = None if how is None else f"has a weight computed by {how}"
         reason = computed or _why_unknown(module)
+        if own and reason is not None and computed is None and formula_of(module) is not None:
+            raise ValueError(
+                f"{where} ({type(module).__name__}) {reason}, freeze all of its parameters "
+                "(requires_grad_(False)), or call per_sample_gradients(), which takes all layers"
+            )
         bare = [repr(n) for n, p in module._parameters.items() if p is not None and p.requires_grad]
         # A class of the user can be split.
         can_move = next(module.children(), None) and not isinstance(module, nn.MultiheadAttention)

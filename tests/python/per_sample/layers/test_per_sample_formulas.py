@@ -210,12 +210,25 @@ def test_what_a_block_cannot_take_of_registered_layers():
             self.shift = nn.Parameter(torch.tensor(1.0))
 
     gradients.register_layer(Scale, scale_formula)
-    for make, reason in ((Three, "3 parameters.*at most two"), (Scalar, "'shift' without dim")):
-        with (
-            pytest.raises(ValueError, match=rf"model\.1 \({make.__name__}\) has .*{reason}"),
-            gradients.per_sample(nn.Sequential(nn.Linear(5, 4), make())),
-        ):
+
+    class Parent(Three):
+        def __init__(self) -> None:
+            super().__init__()
+            self.activation = nn.Tanh()
+
+    three = (
+        r"3 parameters, .*at most two of a registered layer; split it into layers of at most two"
+    )
+    scalar = r"a parameter 'shift' without dimensions; give it the shape \[1\]"
+    for make, reason in ((Three, three), (Parent, three), (Scalar, scalar)):
+        model = nn.Sequential(nn.Linear(5, 4), make())
+        message = rf"model\.1 \({make.__name__}\) has {reason}"
+        with pytest.raises(ValueError, match=message) as raised, gradients.per_sample(model):
             pass
+        assert "register_layer" not in str(raised.value)
+        model[1].requires_grad_(False)
+        with gradients.per_sample(model):
+            squares(model(torch.randn(3, 5)), torch.ones(3)).backward()
 
 
 class OddInputs(Scale):
