@@ -246,9 +246,13 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
   /// their graph, by backward passes that change no gradient and keep the graph. Called in each
   /// iteration, once per micro-batch, between the forward pass and step(), before a backward() that
   /// does not retain the graph; does nothing in steps without new factors (TCov). The factors are
-  /// means over the samples of all calls since the last step or zero_grad(). Calls for several
-  /// outputs of one forward pass, as of heads whose losses are added up, have the same samples:
-  /// their curvatures add up.
+  /// means over the samples of all calls since the last step or zero_grad().
+  ///
+  /// Calls for several outputs of one forward pass, as of heads, have the same samples: their
+  /// curvatures add up to that of the sum of the losses, whatever the factors of these are in
+  /// backward(). For a loss with the weight w pass outputs.detach().lerp(outputs, std::sqrt(w)),
+  /// which has the same values and sqrt(w) times the Jacobian. Without a call for a head, its own
+  /// layers have no factors.
   ///
   /// loss: "cross_entropy", "mse" or "bce" (with logits), each as torch's function of that name,
   /// with factor 1; G does not depend on targets, the factor of the loss or a loss scale. "ggn"

@@ -164,7 +164,9 @@ class TORCHIUM_API NaturalGradient : public CapturingOptimizer {
   /// their graph. KFAC::update_curvature() has the arguments, the losses and the errors. With S the
   /// Jacobian with respect to the parameters times a square root of the Hessian, C rows per sample
   /// for C columns, F = S^T S / N over the N samples of all calls since the last step or
-  /// zero_grad(); calls for several outputs of one forward pass have the same ones. Does nothing in
+  /// zero_grad(). Calls for several outputs of one forward pass, as of heads, have the same ones: F
+  /// is that of the sum of their losses, each with the weight 1, whatever its factor is in
+  /// backward(); for another weight see there. Every head of the loss needs a call. Does nothing in
   /// steps that keep their matrix (update_freq).
   using CapturingOptimizer::update_curvature;
 

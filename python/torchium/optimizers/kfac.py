@@ -313,8 +313,13 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         ``zero_grad()``), and before ``step()`` and before a ``backward()`` that does not retain the graph.
         In steps without new factors (``TCov``) it does nothing. Where factors are due, :meth:`step`
         raises ``RuntimeError`` without it. The factors are means over the samples of all calls since the
-        last step or ``zero_grad()``. Calls for several outputs of one forward pass, as of heads whose losses are
-        added up, have the same samples: their curvatures add up.
+        last step or ``zero_grad()``.
+
+        Calls for several outputs of one forward pass, as of heads, have the same samples: their curvatures add
+        up to that of :math:`\sum_h \text{loss}_h`, whatever the factors of these losses are in ``backward()``.
+        For :math:`\sum_h w_h\, \text{loss}_h` pass ``outputs.detach().lerp(outputs, w_h ** 0.5)``, which has
+        the same values and :math:`\sqrt{w_h}` times the Jacobian. Without a call for a head, its own layers
+        have no factors.
 
         The loss of a sample is a sum over the elements :math:`e` of its outputs :math:`f` (tokens, pixels,
         units), each with the weight :math:`w`:

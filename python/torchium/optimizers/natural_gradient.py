@@ -237,7 +237,10 @@ class NaturalGradient(CapturingOptimizer):
         where :math:`S` has the rows :math:`v^\top J_i`, one for each column :math:`v` of a square root of
         :math:`H_i`: :math:`N C` rows for outputs :math:`[N, C]` and ``fisher="ggn"``, :math:`N` times
         ``samples`` for ``"mc"``. The :math:`N` samples are those of all calls since the last step or
-        ``zero_grad()``; calls for several outputs of one forward pass have the same ones. The losses, the
+        ``zero_grad()``. Calls for several outputs of one forward pass, as of heads, have the same ones:
+        :math:`F` is that of the sum of their losses, :math:`\sum_h J_{hi}^\top H_{hi} J_{hi}` for sample
+        :math:`i`, each with the weight 1, whatever its factor is in ``backward()``. For a weight :math:`w_h`
+        pass ``outputs.detach().lerp(outputs, w_h ** 0.5)``. Every head of the loss needs a call. The losses, the
         arguments, when to call it and what it raises are those of :meth:`KFAC.update_curvature`; a step that
         keeps its matrix (``update_freq``) needs no call, which then does nothing.
 

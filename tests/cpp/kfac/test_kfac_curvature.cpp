@@ -53,6 +53,27 @@ TEST(KfacCurvature, AddsUpOutputsOfOneForwardPass) {
   }
 }
 
+TEST(KfacCurvature, ScalesTheHessianOfAHeadByAWeight) {
+  TwoHeads model;
+  const auto x = make_batch(0, {4}).inputs;
+  const auto G = [&](const std::vector<double>& weights) {
+    KFAC optimizer(model, bare("ggn").lr(0.0));
+    const auto [first, second] = model.forward(x);
+    const Tensors outputs{first, second};
+    for (const size_t i : {0, 1}) {
+      if (weights[i] > 0.0) {
+        const auto scaled = outputs[i].detach().lerp(outputs[i], std::sqrt(weights[i]));
+        optimizer.update_curvature(scaled, "cross_entropy");
+      }
+    }
+    (first.sum() + second.sum()).backward();
+    const Warnings warnings;
+    optimizer.step();
+    return kfac_state(optimizer, model.trunk->weight).G();
+  };
+  expect_near(G({1.0, 0.3}), G({1.0, 0.0}) + 0.3 * G({0.0, 1.0}), 1e-12);
+}
+
 TEST(KfacCurvature, NamesTheHeadWithoutOne) {
   TwoHeads model;
   KFAC optimizer(model, KFACOptions(0.1).fisher("mc"));

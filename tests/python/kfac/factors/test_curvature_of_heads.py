@@ -33,22 +33,24 @@ class Heads(nn.Module):
         return self.classes(h), self.values(h)
 
 
-def loss_of(logits: Tensor, values: Tensor) -> Tensor:
-    return logits.square().sum() / SAMPLES + values.square().sum() / SAMPLES
+def loss_of(logits: Tensor, values: Tensor, weight: float = 1.0) -> Tensor:
+    return logits.square().sum() / SAMPLES + weight * values.square().sum() / SAMPLES
 
 
-def roots(logits: Tensor, values: Tensor) -> list[Tensor]:
-    """Columns of the Hessians of cross-entropy and of the sum of squares."""
+def roots(logits: Tensor, values: Tensor, weight: float = 1.0) -> list[Tensor]:
+    """Columns of the Hessians of cross-entropy and of the weighted sum of squares."""
     p = logits.detach().softmax(-1)
     unit = torch.eye(3, dtype=p.dtype, device=p.device)
     columns = [p[..., c, None].sqrt() * (unit[c] - p) for c in range(3)]
     return columns + [
-        2**0.5 * F.one_hot(torch.full(values.shape[:-1], c), 2).to(values) for c in range(2)
+        (2 * weight) ** 0.5 * F.one_hot(torch.full(values.shape[:-1], c), 2).to(values)
+        for c in range(2)
     ]
 
 
-def record(optimizer: Any, logits: Tensor, values: Tensor) -> None:
+def record(optimizer: Any, logits: Tensor, values: Tensor, weight: float = 1.0) -> None:
     optimizer.update_curvature(logits, "cross_entropy", reduction="sum")
+    values = values.detach().lerp(values, weight**0.5)
     optimizer.update_curvature(values, "mse", reduction="sum")
 
 
@@ -60,35 +62,37 @@ def rows_of(model: Heads, x: Tensor, output: int, column: Tensor, i: int) -> Ten
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs])
 
 
-def gauss_newton_step(model: Heads, x: Tensor, damping: float) -> Tensor:
-    columns = roots(*model(x))
+def gauss_newton_step(model: Heads, x: Tensor, damping: float, weight: float = 1.0) -> Tensor:
+    columns = roots(*model(x), weight)
     S = torch.stack(
         [rows_of(model, x, int(k >= 3), v, i) for k, v in enumerate(columns) for i in range(len(x))]
     )
-    gradient = torch.autograd.grad(loss_of(*model(x)), list(model.parameters()))
+    gradient = torch.autograd.grad(loss_of(*model(x), weight), list(model.parameters()))
     v = torch.cat([g.flatten() for g in gradient])
     return torch.linalg.solve(S.T @ S / len(x) + damping * torch.eye(len(v)).to(v), v)
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.3])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_natural_gradient_adds_up_the_curvatures_of_heads(parts, device):
+def test_natural_gradient_adds_up_the_curvatures_of_heads(parts, weight, device):
     model, x = Heads().to(device), random(SAMPLES, 4, seed=1).to(device)
-    expected = gauss_newton_step(model, x, 0.1)
+    expected = gauss_newton_step(model, x, 0.1, weight)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     optimizer = NaturalGradient(model, lr=1.0, damping=0.1, momentum=0, fisher="ggn")
     for part in x.chunk(parts):
         logits, values = model(part)
-        record(optimizer, logits, values)
-        loss_of(logits, values).backward()
+        record(optimizer, logits, values, weight)
+        loss_of(logits, values, weight).backward()
     optimizer.step()
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert_close_in_norm(before - after, expected, 1e-10)
     assert optimizer.report()["samples"] == SAMPLES
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.3])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("ekfac", [False, True])
-def test_kfac_adds_up_the_curvatures_of_heads(ekfac, parts, device):
+def test_kfac_adds_up_the_curvatures_of_heads(ekfac, parts, weight, device):
     model, x = Heads().to(device), random(SAMPLES, 4, seed=1).to(device)
     options: dict[str, Any] = {"damping_split": "exact", "ekfac": True} if ekfac else {}
     optimizer = KFAC(model, lr=0.0, fisher="ggn", TCov=1, TInv=1, **options)
@@ -96,15 +100,15 @@ def test_kfac_adds_up_the_curvatures_of_heads(ekfac, parts, device):
         optimizer.zero_grad()
         for part in x.chunk(parts):
             logits, values = model(part)
-            record(optimizer, logits, values)
-            loss_of(logits, values).backward()
+            record(optimizer, logits, values, weight)
+            loss_of(logits, values, weight).backward()
         optimizer.step()
     h = model.trunk(x)
     logits, values = model.classes(h.tanh()), model.values(h.tanh())
     outputs = [logits] * 3 + [values] * 2
     gradients = [
         torch.autograd.grad(f, h, v, retain_graph=True)[0]
-        for f, v in zip(outputs, roots(logits, values), strict=True)
+        for f, v in zip(outputs, roots(logits, values, weight), strict=True)
     ]
     G = sum(g.T @ g for g in gradients) / SAMPLES
     a = torch.cat([x, torch.ones_like(x[:, :1])], 1)
@@ -114,10 +118,27 @@ def test_kfac_adds_up_the_curvatures_of_heads(ekfac, parts, device):
     p = logits.detach().softmax(-1)
     of_classes = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
     assert_close_in_norm(optimizer.state[model.classes.weight]["G"][0], of_classes, 1e-10)
+    of_values = 2 * weight * torch.eye(2).to(p)
+    assert_close_in_norm(optimizer.state[model.values.weight]["G"][0], of_values, 1e-10)
     if ekfac:
         U_A, U_G = state["A_eigenvectors"][0], state["G_eigenvectors"][0]
         moments = sum((g @ U_G).square().T @ (a @ U_A).square() for g in gradients) / SAMPLES
         assert_close_in_norm(state["second_moments"][0], moments, 1e-10)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
+def test_a_weight_scales_sampled_curvatures(loss):
+    model, x = Heads(), random(SAMPLES, 4, seed=1)
+    factors = []
+    for weight in (1.0, 0.3):
+        torch.manual_seed(5)
+        optimizer = KFAC(model, lr=0.0, fisher="mc", TCov=1, TInv=1)
+        logits, _ = model(x)
+        optimizer.update_curvature(logits.detach().lerp(logits, weight**0.5), loss)
+        logits.sum().backward()
+        optimizer.step()
+        factors.append(optimizer.state[model.trunk.weight]["G"])
+    assert_close_in_norm(factors[1], 0.3 * factors[0], 1e-10)
 
 
 def test_heads_may_count_other_samples(device):
