@@ -31,6 +31,7 @@ PUBLIC = {
     "memory": "support",
     "linalg": "linalg",
     "gradients": "gradients",
+    "register_layer": "gradients",
     "optim": "optim",
     "torchium": "torchium_cpp",  # the umbrella: for programs, not for the library's own sources
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "torchium/export.h"
+#include "torchium/register_layer.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -27,11 +28,12 @@ using LossFunction = std::function<at::Tensor(const at::Tensor& output, const at
 /// conv1d to conv3d, their transposed forms, embedding, layer_norm, rms_norm or group_norm, with
 /// the sample in dimension 0 of the input. This is checked: each row must depend only on its own
 /// sample's loss, the first sample must give the same values when alone in the batch, and all
-/// samples the same when the batch is rolled by one. All other models (recurrent layers, attention,
-/// time in dimension 0, positions that samples share, values of the batch that `forward` reads by
-/// item(), equal() or allclose(); reads through data_ptr() or an accessor go unnoticed) need one
-/// pass per sample, which is slow for a batch; a warning gives the reason. Parameter hooks run in
-/// that case, as in torch::autograd::grad().
+/// samples the same when the batch is rolled by one. Layers of your own may have a formula
+/// (register_layer()). All other models (recurrent layers, attention, time in dimension 0,
+/// positions that samples share, values of the batch that `forward` reads by item(), equal() or
+/// allclose(); reads through data_ptr() or an accessor go unnoticed) need one pass per sample,
+/// which is slow for a batch; a warning gives the reason. Parameter hooks run in that case, as in
+/// torch::autograd::grad().
 ///
 ///     auto gradients = torchium::per_sample_gradients(
 ///         *model, [&](const auto& x) { return model->forward(x); },
@@ -138,13 +140,13 @@ TORCHIUM_API at::Tensor clip_and_accumulate(const torch::nn::Module& model,
 /// torch::autograd::grad() runs do not count. A parameter that is used several times has the sum
 /// over its uses, and one that a pass has not reached zero rows there.
 ///
-/// Takes the layers that per_sample_gradients() takes in one pass, and self-attention. Dimension 0
-/// of the input of every layer must be the sample, dimension 1 in the attention and transformer
-/// layers of torch::nn. per_sample_gradients() needs no such agreement, and checks it; here only
-/// the sizes are compared. A model that has time in dimension 0, sorts its samples, or mixes them
-/// other than by batch normalisation gets wrong rows without an error. Calls of a layer in one
-/// backward pass are positions of the same samples: a batch that goes through the model in parts
-/// needs a backward pass for each part.
+/// Takes the layers that per_sample_gradients() takes in one pass, those of register_layer() among
+/// them, and self-attention. Dimension 0 of the input of every layer must be the sample, dimension
+/// 1 in the attention and transformer layers of torch::nn. per_sample_gradients() needs no such
+/// agreement, and checks it; here only the sizes are compared. A model that has time in dimension
+/// 0, sorts its samples, or mixes them other than by batch normalisation gets wrong rows without an
+/// error. Calls of a layer in one backward pass are positions of the same samples: a batch that
+/// goes through the model in parts needs a backward pass for each part.
 ///
 /// Inputs and output gradients of the layers are kept until it is destroyed. Backward passes must
 /// have ended when rows are read.

@@ -21,6 +21,7 @@ int64_t dims_of_a_sample(const LayerCall& call) {
     case LayerKind::kEmbedding:
     case LayerKind::kGroupNorm:
     case LayerKind::kBatchNorm:
+    case LayerKind::kRegistered:
       break;
   }
   return 0;
@@ -57,6 +58,8 @@ const char* name_of(LayerKind kind) {
       return "rms_norm";
     case LayerKind::kBatchNorm:
       return "batch_norm";
+    case LayerKind::kRegistered:
+      return "registered";
   }
   return "unknown";
 }

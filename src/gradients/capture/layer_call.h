@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace torchium::gradients::detail {
@@ -18,7 +19,8 @@ enum class LayerKind : int64_t {
   kGroupNorm = 4,
   kConv3d = 5,
   kRmsNorm = 6,
-  kBatchNorm = 7,  // only captured for K-FAC
+  kBatchNorm = 7,   // only captured for K-FAC
+  kRegistered = 8,  // a layer with a formula (registered_layer.h)
 };
 constexpr LayerKind kLastKind = LayerKind::kRmsNorm;  // of those that operators take
 
@@ -41,6 +43,8 @@ constexpr size_t kPaddingIndex = 0;      // embedding: row without a gradient, -
 constexpr size_t kNormalizedDims = 0;    // layer, RMS norm: how many trailing dimensions it takes
 constexpr size_t kNumGroups = 0;         // group norm
 
+struct RegisteredLayer;
+
 // Dimension 0 of `input` and `output_gradient` is the sample. A linear layer on a vector, a
 // convolution on [C, H, W] or [C, D, H, W] and a layer norm without leading dimensions have one
 // sample.
@@ -59,6 +63,7 @@ struct LayerCall {
   at::Tensor output_gradient;  // of the loss with respect to the output
   // Batch norm: the running statistics that it used, [C]; undefined: it used those of the input.
   at::Tensor mean, variance;
+  std::shared_ptr<const RegisteredLayer> registered;  // null: of another kind
 };
 
 // Whether the weight of a linear layer is [in, out].

@@ -4,16 +4,19 @@
 #include "gradients/capture/graph_node.h"
 #include "gradients/capture/operator_calls.h"
 #include "gradients/capture/operator_state.h"
+#include "gradients/capture/registered_layer.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <memory>
 #include <shared_mutex>
+#include <string>
 #include <utility>
 
 #ifndef NDEBUG
@@ -25,6 +28,7 @@ namespace torchium::gradients::detail {
 namespace {
 
 namespace autograd = torch::autograd;
+namespace nn = torch::nn;
 
 // All enabled captures, and the callback, which exists as long as there are some.
 class Registry {
@@ -60,6 +64,9 @@ struct LastProduct {
 // Of this thread, if no operator has run since: an in-place addition of a bias then belongs to its
 // calls. An operator between them may use the product without the bias.
 thread_local LastProduct last_product;
+
+// Of this thread: captures that take the layer call in progress as a whole.
+thread_local std::vector<const OperatorCapture::State*> whole_calls;
 
 // Keeps what start() has read for end().
 struct CallContext : public at::ObserverContext {
@@ -130,6 +137,9 @@ at::Tensor with_samples(const at::Tensor& input) {
 void note_call(const OperatorCall& call, CallContext& context) {
   Registry::instance().for_each([&](const std::shared_ptr<OperatorCapture::State>& capture) {
     if (call.layer.kind == LayerKind::kBatchNorm && !capture->takes_batch_norm) {
+      return;
+    }
+    if (std::find(whole_calls.begin(), whole_calls.end(), capture.get()) != whole_calls.end()) {
       return;
     }
     const int64_t bias = capture->trainable_position(call.bias);
@@ -211,10 +221,8 @@ std::vector<int64_t> sizes_of_output(const at::Tensor& output, const LayerCall& 
   return sizes;
 }
 
-void note_output(const at::Tensor& output, CallContext& context) {
-  last_product.node = output.grad_fn();
-  last_product.calls.assign(context.calls.begin(), context.calls.end());
-  for (auto& call : context.calls) {
+void note_output(const at::Tensor& output, const PendingCalls& calls) {
+  for (const auto& call : calls) {
     const auto capture = std::static_pointer_cast<OperatorCapture::State>(call->capture.lock());
     if (capture == nullptr) {
       continue;
@@ -256,12 +264,49 @@ void end(const at::RecordFunction& function, at::ObserverContext* observed) {
       note_addition(output, bias, *call);
     }
     if (!context.calls.empty() && output.requires_grad()) {
-      note_output(output, context);
+      last_product.node = output.grad_fn();
+      last_product.calls.assign(context.calls.begin(), context.calls.end());
+      note_output(output, context.calls);
     }
   });
   if (context.error != nullptr) {
     report_error(context.error);
   }
+}
+
+// The call of a layer with a formula, for each capture that takes it as a whole.
+PendingCalls whole_calls_of(const nn::Module& layer, const std::shared_ptr<const Formula>& formula,
+                            const at::Tensor& input) {
+  PendingCalls calls;
+  Registry::instance().for_each([&](const std::shared_ptr<OperatorCapture::State>& capture) {
+    if (!capture->takes_registered_layers ||
+        std::find(whole_calls.begin(), whole_calls.end(), capture.get()) != whole_calls.end()) {
+      return;
+    }
+    std::vector<std::pair<std::string, at::Tensor>> own;
+    for (const auto& param : layer.named_parameters(/*recurse=*/false)) {
+      if (capture->trainable_position(param.value()) >= 0) {
+        own.emplace_back(param.key(), param.value());
+      }
+    }
+    if (own.empty() || own.size() > 2) {
+      return;
+    }
+    own.resize(2);
+    auto pending = std::make_shared<PendingCall>();
+    pending->capture = capture;
+    pending->layer.kind = LayerKind::kRegistered;
+    pending->layer.weight = capture->trainable_position(own[0].second);
+    pending->layer.bias = capture->trainable_position(own[1].second);
+    pending->layer.input = input.detach();
+    pending->layer.registered = std::make_shared<RegisteredLayer>(RegisteredLayer{
+        formula, layer.weak_from_this().lock(), &layer, own[0].first, own[1].first});
+    pending->edges = edges_of(pending, input, own[0].second, own[1].second);
+    pending->input_version = input.is_inference() ? 0 : input._version();
+    pending->outer = pass_of_forward();
+    calls.push_back(std::move(pending));
+  });
+  return calls;
 }
 
 void Registry::add(const std::shared_ptr<OperatorCapture::State>& capture) {
@@ -292,6 +337,8 @@ OperatorCapture::OperatorCapture(const std::vector<at::Tensor>& params, const Re
   state_->joins_passes = joins_passes;
 }
 
+void OperatorCapture::take_registered_layers() { state_->takes_registered_layers = true; }
+
 OperatorCapture::~OperatorCapture() { set_enabled(false); }
 
 bool OperatorCapture::watches(const std::vector<at::Tensor>& params) const {
@@ -316,6 +363,32 @@ void OperatorCapture::set_enabled(bool enabled) {
   } else {
     Registry::instance().remove(state_.get());
   }
+}
+
+// ---- layers with a formula
+
+at::Tensor call_layer(const std::type_info& type, const nn::Module& layer, const at::Tensor& input,
+                      const std::function<at::Tensor()>& forward) {
+  const bool may_count = at::GradMode::is_enabled() && input.defined() && input.dim() > 0;
+  const auto formula = may_count ? formula_of(type) : nullptr;
+  const PendingCalls calls =
+      formula == nullptr ? PendingCalls() : whole_calls_of(layer, formula, input);
+  if (calls.empty()) {
+    return forward();
+  }
+  const size_t before = whole_calls.size();
+  for (const auto& call : calls) {
+    const auto capture = call->capture.lock();
+    whole_calls.push_back(static_cast<const OperatorCapture::State*>(capture.get()));
+  }
+  const auto end = c10::make_scope_exit([&] { whole_calls.resize(before); });
+  at::Tensor output = forward();
+  // The input itself, perhaps changed in place, has no node of this call.
+  if (output.defined() && output.requires_grad() && output.grad_fn() != input.grad_fn()) {
+    last_product = {};
+    note_output(output, calls);
+  }
+  return output;
 }
 
 }  // namespace torchium::gradients::detail

@@ -52,6 +52,8 @@ class TORCHIUM_API OperatorCapture {
   bool watches(const std::vector<at::Tensor>& params) const;
   // Parameters, by their positions, of layers that receive [positions, samples, width].
   void set_inner_samples(const std::vector<int64_t>& params);
+  // Calls of layers with a formula count as such (registered_layer.h), and not their operators.
+  void take_registered_layers();
   // Whether forward passes are captured from now on.
   void set_enabled(bool enabled);
   // Counts micro-batches from zero again. The outputs of earlier forward passes stay hooked.

@@ -27,6 +27,7 @@ struct OperatorCapture::State : public CaptureState {
 
   const bool is_differentiated;  // without a receiver
   const bool takes_batch_norm;
+  bool takes_registered_layers = false;
 
   std::unordered_set<int64_t> inner_samples;  // set_inner_samples()
 

@@ -21,6 +21,7 @@ at::IntArrayRef parameter_dims(const LayerCall& call, const at::Tensor& output) 
       return output.sizes().slice(output.dim() - call.settings[kNormalizedDims]);
     case LayerKind::kLinear:
     case LayerKind::kEmbedding:
+    case LayerKind::kRegistered:
       break;
   }
   return output.sizes().slice(output.dim() - 1);
@@ -60,6 +61,7 @@ at::Tensor sum_over_positions(const LayerCall& call, const at::Tensor& output) {
       return output.dim() == dims + 1 ? output : output.flatten(1, output.dim() - dims - 1).sum(1);
     }
     case LayerKind::kEmbedding:
+    case LayerKind::kRegistered:
       break;
   }
   TORCH_CHECK_VALUE(false, "a layer of kind ", name_of(call.kind), " has no bias");

@@ -2,6 +2,7 @@
 #include "gradients/capture/kept_calls.h"
 #include "gradients/capture/model_layers.h"
 #include "gradients/capture/operator_capture.h"
+#include "gradients/capture/registered_layer.h"
 #include "gradients/jacobian/jacobian.h"
 #include "gradients/per_sample/sample_checks.h"
 #include "torchium/gradients.h"
@@ -72,6 +73,7 @@ PerSample::State::State(const torch::nn::Module& model, bool is_mean)
       },
       /*takes_batch_norm=*/false, /*joins_passes=*/true);
   capture->set_inner_samples(inner_samples);
+  capture->take_registered_layers();
   capture->set_enabled(true);
 }
 
@@ -100,6 +102,7 @@ std::vector<LayerCall> PerSample::State::checked_calls(const std::vector<KeptCal
     calls.back().micro_batch = 0;  // also where passes are joined
   }
   detail::check_samples(calls, [&](int64_t p) { return "'" + names[p] + "'"; });
+  detail::apply_formulas(params, calls);
   return calls;
 }
 

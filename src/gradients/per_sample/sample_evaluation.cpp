@@ -2,6 +2,7 @@
 
 #include "gradients/capture/model_layers.h"
 #include "gradients/capture/operator_capture.h"
+#include "gradients/capture/registered_layer.h"
 #include "gradients/per_sample/kept_state.h"
 #include "gradients/per_sample/sample_checks.h"
 #include "support/phase.h"
@@ -239,6 +240,7 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
   if (reason.empty()) {
     const at::AutoGradMode enable_grad(true);
     OperatorCapture capture(params);
+    capture.take_registered_layers();
     KeptTensors kept(loss.model());
     reason = capture_samples(capture, loss, names, kept, calls);
     kept.restore();
@@ -255,6 +257,7 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView untracked;  // autograd's views take longer to make
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    apply_formulas(params, calls);
     of_jacobian(Jacobian(params, calls));
   }
   random_state.restore();
