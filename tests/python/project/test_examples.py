@@ -20,11 +20,14 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_script(EXAMPLES / name, *arguments)
 
 
+# One thread: the models are small, and two threads wait for each other on a busy machine.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def in_a_process(name: str, *arguments: str) -> str:
-    # One thread: the models are small, and two threads wait for each other on a busy machine.
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=ONE_THREAD,
         capture_output=True,
         text=True,
         timeout=300,
@@ -188,22 +191,27 @@ def test_dp_sgd_learns_unless_noise_drowns_the_gradient(noise: str, least: float
 
 
 def test_a_physics_informed_network_beats_adam() -> None:
-    output = checked_example(
-        "poisson_pinn.py", "--width", "12", "--per-side", "14", "--target", "1e-3"
+    """In float64: 1e-6 in some 50 steps, and Adam some 1e-2 in the same time, which is 15 times as many."""
+    output = in_a_process(
+        "poisson_pinn.py", "--width", "20", "--per-side", "20", "--target", "1e-6", "--seed", "0"
     )
     natural, adam = (float(error) for error in re.findall(r"relative error ([\d.e+-]+)", output))
-    assert natural <= 1e-3
-    assert natural < 0.1 * adam
+    assert natural <= 1e-6
+    assert adam > 1e-4
 
 
 def test_poisson_in_cpp(programs: Path) -> None:
     run = subprocess.run(
-        [programs, "poisson_pinn", "1e-3", "12", "14"], capture_output=True, text=True, timeout=600
+        [programs, "poisson_pinn", "1e-6", "24", "30"],
+        env=ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     natural, adam = map(float, re.findall(r"relative error (\S+)", run.stdout))
-    assert natural <= 1e-3
-    assert natural < 0.1 * adam
+    assert natural <= 1e-6
+    assert adam > 1e-4
 
 
 def test_idx_files_are_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
