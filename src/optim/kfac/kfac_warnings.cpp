@@ -26,15 +26,17 @@ std::string KfacPlan::fallback_warning(const std::string& optimizer, const Names
   }
   const bool is_used_outside = names.count(kUsedOutside) != 0;
   const bool needs_curvature = names.count(kNoCurvature) != 0;
-  return c10::str(optimizer, " preconditions ", preconditioned, " of ", considered_,
-                  " parameters. ", fallback_note(summary(names)),
-                  is_used_outside ? ". A penalty in the loss uses parameters outside of their "
-                                    "layers: give it a backward() of its own, or use weight_decay"
-                                  : "",
-                  needs_curvature
-                      ? ". Of a model with several outputs, as heads, give each one that "
-                        "the loss uses an update_curvature(outputs, loss)"
-                      : "");
+  return c10::str(
+      optimizer, " preconditions ", preconditioned, " of ", considered_, " parameters. ",
+      fallback_note(summary(names)),
+      is_used_outside ? ". A penalty in the loss uses parameters outside of their "
+                        "layers: give it a backward() of its own, or use weight_decay"
+                      : "",
+      needs_curvature
+          ? ". Of a model with several outputs, as heads, give each one that the loss uses an "
+            "update_curvature(outputs, loss), "
+            "which does not reach layers within torch.utils.checkpoint with use_reentrant=True"
+          : "");
 }
 
 // Those whose calls in one backward pass had different numbers of samples, with two of these.

@@ -170,8 +170,9 @@ void NaturalGradientPlan::check_recorded(const KeptBatch& batch,
                                  reached_.count(static_cast<int64_t>(i)) != 0;
     TORCH_CHECK_VALUE(!needs_curvature, "the gradient of ", name(i),
                       " comes from an output of the model that no update_curvature() covers; call "
-                      "update_curvature(outputs, loss) for each output that the loss uses, or "
-                      "freeze the layers of the others");
+                      "update_curvature(outputs, loss) for each output that the loss uses (it does "
+                      "not reach layers within torch.utils.checkpoint with use_reentrant=True), or "
+                      "freeze the parameter");
   }
   TORCH_CHECK_VALUE(!batch.calls.empty(),
                     "NaturalGradient has captured no backward pass since the last step or "

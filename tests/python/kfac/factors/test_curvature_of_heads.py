@@ -11,6 +11,7 @@ from kfac_problems import assert_close_in_norm, random
 from optimizer_cases import ignore_fallback
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchium import KFAC, NaturalGradient
 
 pytestmark = ignore_fallback
@@ -201,6 +202,23 @@ def test_natural_gradient_names_the_head_without_a_curvature(only):
     )
     with pytest.raises(ValueError, match=message):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [KFAC, NaturalGradient])
+def test_checkpoints_that_curvatures_do_not_reach_are_named(kind):
+    model = Heads()
+    optimizer = kind(model, fisher="mc")
+    h = checkpoint(model.trunk, random(SAMPLES, 4, seed=1).requires_grad_(), use_reentrant=True)
+    logits, values = model.classes(h), model.values(h)
+    record(optimizer, logits, values)
+    loss_of(logits, values).backward()
+    message = "torch.utils.checkpoint with use_reentrant=True"
+    if kind is KFAC:
+        with pytest.warns(UserWarning, match=message):
+            optimizer.step()
+    else:
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
 
 
 def sequence_model(device: torch.device) -> tuple[nn.Module, Tensor]:
