@@ -35,8 +35,9 @@ TORCHIUM_API at::Tensor call_layer(const std::type_info& type, const torch::nn::
 
 /// Gives the layers of a class a formula for their per-sample gradients, which
 /// per_sample_gradients() and the other functions, and PerSample, use for layer_call() in its
-/// forward. They run it under a NoGradGuard, for the whole batch, whatever max_workspace_bytes is.
-/// A second formula for a class replaces the first. K-FAC and natural gradient do not use it.
+/// forward. They run it, once for every two trainable parameters of a layer, under a NoGradGuard,
+/// for the whole batch, whatever max_workspace_bytes is. A second formula for a class replaces the
+/// first. K-FAC and natural gradient do not use it.
 ///
 ///     struct ScaleImpl : torch::nn::Module {
 ///       torch::Tensor forward(const torch::Tensor& x) {
@@ -67,8 +68,7 @@ void register_layer(LayerFormula<Layer> formula) {
 /// Computes forward(), as one call of a layer if its class, the static type, has a formula:
 /// libtorch has no hooks of modules that could see it. Without a formula it is forward() alone.
 ///
-/// @param layer owns its parameters itself, of which one or two are trainable. With more, its
-///   operators are captured one by one, as without a formula.
+/// @param layer owns its parameters itself.
 /// @param input, and the result of forward(): dimension 0 is the sample. forward() must not change
 ///   the input in place.
 template <typename Layer>

@@ -274,7 +274,10 @@ void end(const at::RecordFunction& function, at::ObserverContext* observed) {
   }
 }
 
-// The call of a layer with a formula, for each capture that takes it as a whole.
+using NamedParam = std::pair<std::string, at::Tensor>;
+
+// The call of a layer with a formula, for each capture that takes it as a whole; of more than two
+// parameters, several calls.
 PendingCalls whole_calls_of(const nn::Module& layer, const std::shared_ptr<const Formula>& formula,
                             const at::Tensor& input) {
   PendingCalls calls;
@@ -283,28 +286,33 @@ PendingCalls whole_calls_of(const nn::Module& layer, const std::shared_ptr<const
         std::find(whole_calls.begin(), whole_calls.end(), capture.get()) != whole_calls.end()) {
       return;
     }
-    std::vector<std::pair<std::string, at::Tensor>> own;
+    std::vector<NamedParam> own;
     for (const auto& param : layer.named_parameters(/*recurse=*/false)) {
       if (capture->trainable_position(param.value()) >= 0) {
         own.emplace_back(param.key(), param.value());
       }
     }
-    if (own.empty() || own.size() > 2) {
-      return;
+    std::shared_ptr<CallEdges> edges;
+    for (size_t k = 0; k < own.size(); k += 2) {  // as many as a call has
+      const auto [weight_name, weight] = own[k];
+      const auto [bias_name, bias] = k + 1 < own.size() ? own[k + 1] : NamedParam();
+      auto pending = std::make_shared<PendingCall>();
+      edges = edges != nullptr ? edges : edges_of(pending, input, weight, bias);
+      pending->capture = capture;
+      pending->layer.kind = LayerKind::kRegistered;
+      pending->layer.weight = capture->trainable_position(weight);
+      pending->layer.bias = capture->trainable_position(bias);
+      pending->layer.input = input.detach();
+      pending->layer.registered = std::make_shared<RegisteredLayer>(
+          RegisteredLayer{formula, layer.weak_from_this().lock(), &layer, weight_name, bias_name});
+      pending->edges = edges;
+      pending->input_version = input.is_inference() ? 0 : input._version();
+      pending->outer = pass_of_forward();
+      calls.push_back(std::move(pending));
     }
-    own.resize(2);
-    auto pending = std::make_shared<PendingCall>();
-    pending->capture = capture;
-    pending->layer.kind = LayerKind::kRegistered;
-    pending->layer.weight = capture->trainable_position(own[0].second);
-    pending->layer.bias = capture->trainable_position(own[1].second);
-    pending->layer.input = input.detach();
-    pending->layer.registered = std::make_shared<RegisteredLayer>(RegisteredLayer{
-        formula, layer.weak_from_this().lock(), &layer, own[0].first, own[1].first});
-    pending->edges = edges_of(pending, input, own[0].second, own[1].second);
-    pending->input_version = input.is_inference() ? 0 : input._version();
-    pending->outer = pass_of_forward();
-    calls.push_back(std::move(pending));
+    for (size_t k = 2; k < own.size(); ++k) {
+      edges->others.push_back(own[k].second.unsafeGetTensorImpl());
+    }
   });
   return calls;
 }

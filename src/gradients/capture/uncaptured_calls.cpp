@@ -193,11 +193,14 @@ void UncapturedCalls::walk_call(const Captured& captured, const Node& output, co
       continue;
     }
     const auto* leaf = leaf_of(node);
+    const bool is_own =
+        leaf == call.weight || leaf == call.bias ||
+        std::find(call.others.begin(), call.others.end(), leaf) != call.others.end();
     if (node == input.get() || captured.count(node) != 0) {
       waiting.push_back(node);
     } else if (leaf == nullptr) {
       append_next(*node, within);
-    } else if (leaf != call.leaf_input && (leaf == call.weight || leaf == call.bias)) {
+    } else if (leaf != call.leaf_input && is_own) {
       leaves.of_calls.insert(node);
     } else {
       waiting.push_back(node);

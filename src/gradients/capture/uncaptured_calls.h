@@ -23,6 +23,7 @@ struct CallEdges {
   // Null: absent, or without a gradient.
   const at::TensorImpl* weight = nullptr;
   const at::TensorImpl* bias = nullptr;
+  std::vector<const at::TensorImpl*> others;   // parameters of a registered layer
   const at::TensorImpl* leaf_input = nullptr;  // the input, if it is a leaf
   WeakNode input_node;                         // that has computed the input
   std::weak_ptr<PendingCall> pending;
