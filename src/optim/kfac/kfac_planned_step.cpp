@@ -66,8 +66,8 @@ std::unique_ptr<PlannedStep> KfacPlan::plan(const std::vector<at::Tensor>& param
   KfacGroup group;
   group.params = params;
   group.states = states;
-  group.shared = {shared.kl_clip(), damping_split_of(shared), shared.solver(), writes_gradients(),
-                  shared.adaptive_damping()};
+  group.shared = {shared.kl_clip(),   damping_split_of(shared),  shared.solver(),
+                  writes_gradients(), shared.adaptive_damping(), shared.capturable()};
   std::vector<int64_t> place(size(), -1);
   for (const auto k : c10::irange(active().size())) {
     const size_t i = active()[k];

@@ -33,6 +33,7 @@ struct KfacSharedOptions {
   // The step ends with .grad <- nu d for the parameters of layers; nothing else moves.
   bool writes_gradients = false;
   bool keeps_prediction = false;  // KfacStep::take_prediction()
+  bool capturable = false;        // by the caller
 };
 
 // All lists but `layers` have one entry per parameter. The weight of a transposed layer and its

@@ -96,7 +96,7 @@ void LayerProducts::add_split_layers(const std::vector<size_t>& layers) {
       split_layers_.push_back(layers[k]);
     }
   }
-  split_.finish(options_);
+  split_.finish(options_, /*may_keep=*/!group_.shared.capturable);
 }
 
 void LayerProducts::add_entries(const std::vector<size_t>& layers) {

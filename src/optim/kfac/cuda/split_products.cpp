@@ -4,7 +4,6 @@
 #include "cuda_kernels/split_gemm/batched_product.h"
 #include "optim/core/cuda/kernel_tables.h"
 #include "support/phase.h"
-#include "support/stream_capture.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
@@ -47,13 +46,13 @@ size_t SplitProducts::add(const SplitLayer& layer) {
   return layers_.size() - 1;
 }
 
-void SplitProducts::finish(const at::TensorOptions& options) {
+void SplitProducts::finish(const at::TensorOptions& options, bool may_keep) {
   if (empty()) {
     return;
   }
   numbers_ = at::empty({2, static_cast<int64_t>(layers_.size()), kOperands}, options);
   const auto memory = static_cast<double>(at::cuda::getCurrentDeviceProperties()->totalGlobalMem);
-  may_keep_ = 4.0 * static_cast<double>(root_places_.back()) <= kShareOfDevice * memory;
+  may_keep_ = may_keep && 4.0 * static_cast<double>(root_places_.back()) <= kShareOfDevice * memory;
 }
 
 float* SplitProducts::number(size_t layer, Operand operand) const {
@@ -142,12 +141,9 @@ bool SplitProducts::add_to(GraphKey& key, bool single, std::optional<int64_t> ve
   return !may_keep_ || !versions || (is_kept && kept_versions_ == versions);
 }
 
-// Whether kept_ has the parts of the roots. A capture of the caller may change roots later, when
-// nobody looks at their versions: then either the first splits of kept_ were before it, and it has
-// those of its own, or nothing is kept from now on.
+// Whether kept_ has the parts of the roots.
 bool SplitProducts::keep_roots(bool single, std::optional<int64_t> versions) {
   const bool is_kept = has_kept(single);
-  may_keep_ &= is_kept || !torchium::detail::is_capturing(numbers_.device());
   if (!may_keep_ || !versions) {
     kept_ = at::Tensor();
     return false;

@@ -33,8 +33,9 @@ class SplitProducts {
   // Returns the number of the layer.
   size_t add(const SplitLayer& layer);
   bool empty() const { return layers_.empty(); }
-  // Allocates what stays, after the last layer.
-  void finish(const at::TensorOptions& options);
+  // Allocates what stays, after the last layer. may_keep: whether parts of roots may stay, which
+  // need to see every run() after a change of roots: replays of a caller's graph do not.
+  void finish(const at::TensorOptions& options, bool may_keep);
   // Where the largest magnitude of V of a layer belongs, as bits.
   unsigned* largest(size_t layer) const;
   // Before the largest magnitudes are found.
