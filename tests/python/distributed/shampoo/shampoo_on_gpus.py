@@ -124,8 +124,10 @@ def memory_reports_count_the_graphs_of_all_stages(ranks: int) -> None:
     given = {"block_size": 128, "update_freq": 5, "betas": (0.9, 0.99), "bucket_bytes": 2**16}
     optimizer = torchium.Shampoo(params, **given, graphs="always", process_group=dist.group.WORLD)
     train(optimizer, params, range(20))
-    assert optimizer._plans.graph_count() > 0
-    assert optimizer.memory_report().total.graphs > 0
+    graphs = torch.tensor(optimizer._plans.graph_count(), device=device())
+    assert (optimizer.memory_report().total.graphs > 0) == (graphs.item() > 0)
+    dist.all_reduce(graphs)  # a rank may own no blocks of stages that graphs replay
+    assert graphs.item() > 0
 
 
 @case(2)
@@ -239,7 +241,8 @@ def directions_that_stay_update_parameters_at_once(ranks: int) -> None:
     Gradients are read where they are, though blocks are cut in columns.
     """
     mesh = init_device_mesh("cuda", (ranks,))
-    whole_blocks = [(512, 200), (256, 64), (256,), (128, 20, 3, 3)]
+    rows = 64 * ranks
+    whole_blocks = [(4 * rows, 200), (2 * rows, 64), (2 * rows,), (rows, 20, 3, 3)]
     cut_blocks = [(8, 20, 3, 3), (300,)]  # of which directions travel
     for dtype in (torch.float32, torch.bfloat16):
         for options in OPTIONS:
@@ -297,7 +300,7 @@ def whole_blocks_take_no_memory_beside_their_state(ranks: int) -> None:
         optimizer.check_errors()
         taken.append(torch.cuda.memory_allocated() - before)
         del optimizer
-    assert taken[1] - taken[0] > 1.9 * local.nbytes, taken
+    assert taken[1] - taken[0] > 1.8 * local.nbytes, taken
 
 
 @case(2)

@@ -110,6 +110,7 @@ BAD_OPTIONS = {
         "weight_sharing": ["Expand", "none", None, 1],
         "max_factor_size": NO_COUNT,
         "adaptive_damping": NO_FLAG,
+        "capturable": NO_FLAG,
         "maximize": NO_FLAG,
         "graphs": ["on", None, 1, 2.0],
     },
@@ -126,6 +127,7 @@ BAD_OPTIONS = {
         "max_workspace_bytes": [0, -1, 0.5, True],
         "graphs": ["on", None, 1, 2.0],
         "adaptive_damping": NO_FLAG,
+        "capturable": NO_FLAG,
         "maximize": NO_FLAG,
     },
 }
