@@ -1,12 +1,10 @@
 #include "optim/shampoo/shampoo_sharing.h"
 
+#include "optim/shampoo/cuda/shampoo_kernels.h"
 #include "optim/shampoo/shampoo_options.h"
 #include "optim/shampoo/shampoo_plan.h"
 #include "optim/shampoo/shampoo_rules.h"
 
-#include <c10/util/accumulate.h>
-
-#include <limits>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -48,12 +46,8 @@ class ShampooSharing : public SharingRules {
                                                                  : 0;
   }
 
-  bool updates_in_place(const Options& options, size_t kind, at::IntArrayRef sizes) const override {
-    const auto rule = static_cast<ParameterRule>(kind);
-    const Blocking block = shampoo_blocking(shampoo(options), sizes, Role::kDirection);
-    const bool has_kernels =
-        rule != ParameterRule::kMatrices || block.order() == 1 || block.order() == 2;
-    return has_kernels && c10::multiply_integers(sizes) < std::numeric_limits<int>::max();
+  bool updates_in_place(size_t kind, at::IntArrayRef sizes) const override {
+    return has_kernel_shape(static_cast<ParameterRule>(kind), sizes);
   }
 
   int64_t root_interval(const Options& options) const override {

@@ -167,7 +167,7 @@ void SharedPlans::allocate(at::ScalarType dtype, Exchange& exchange, const Tenso
 }
 
 // One buffer for the directions of the own blocks that are not gathered. Those of local blocks are
-// never written: all have the same memory.
+// neither written nor read: all begin where the buffer does.
 void SharedPlans::allocate_directions(at::ScalarType dtype, Exchange& exchange,
                                       const Tensors& before) {
   struct Range {
@@ -305,7 +305,7 @@ bool SharedPlans::has_local_blocks(const Parameter& p) const {
     const auto& sizes = p.shared->blocks[b].rectangle.sizes;
     return !gathers(*p.shared, b) && parts.size() == 1 && parts[0].holders.size() == 1 &&
            parts[0].holders[0].rank == ranks_.rank() && rows_of_part(p, parts[0]).has_value() &&
-           rules_->updates_in_place(*options_[p.group], p.kind, sizes);
+           rules_->updates_in_place(p.kind, sizes);
   });
 }
 

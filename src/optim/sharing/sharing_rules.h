@@ -38,8 +38,7 @@ class SharingRules {
   // Whether on a GPU the step of a block of this shape, which is contiguous and has float32 state,
   // updates the parameter that it is cut from (BlockUpdate), and reads a gradient whose rows lie
   // apart.
-  virtual bool updates_in_place(const Options& options, size_t kind,
-                                at::IntArrayRef sizes) const = 0;
+  virtual bool updates_in_place(size_t kind, at::IntArrayRef sizes) const = 0;
   // Steps between two computations of the roots.
   virtual int64_t root_interval(const Options& options) const = 0;
 

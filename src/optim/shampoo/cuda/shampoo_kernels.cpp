@@ -14,10 +14,19 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #endif
 
+#include <c10/util/accumulate.h>
+
+#include <limits>
+
 namespace torchium::optim::detail {
+
+bool has_kernel_shape(ParameterRule rule, at::IntArrayRef dims) {
+  const bool has_rows = !dims.empty() || rule != ParameterRule::kMatrices;  // a scalar has none
+  return dims.size() <= 2 && has_rows &&
+         c10::multiply_integers(dims) < std::numeric_limits<int>::max();
+}
 
 #ifdef TORCHIUM_WITH_CUDA
 namespace {
@@ -316,11 +325,8 @@ bool has_shampoo_kernels(const ShampooGroup& group, size_t i) {
   // The blocks of a diagonal are counted in the contiguous order.
   const bool in_order =
       param.is_contiguous() || blocking.order() == 1 || group.rules[i] != ParameterRule::kDiagonal;
-  // A scalar with the rule of matrices has none.
-  const bool has_rows =
-      blocking.order() <= 2 && (blocking.order() > 0 || group.rules[i] != ParameterRule::kMatrices);
-  return param.is_cuda() && has_rows && in_order && state_dtype(param) == at::kFloat &&
-         param.numel() < std::numeric_limits<int>::max() && inner_dimension(param, blocking) != 0 &&
+  return param.is_cuda() && has_kernel_shape(group.rules[i], blocking.dims) && in_order &&
+         state_dtype(param) == at::kFloat && inner_dimension(param, blocking) != 0 &&
          std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* tensor) {
            return !tensor->defined() || same_layout(*tensor, param);
          });

@@ -11,7 +11,11 @@
 
 namespace torchium::optim::detail {
 
-// Whether the kernels can take a parameter of the group: on a GPU, of order two at most, in a usual
+// Whether the kernels know a parameter of these dimensions, merged as its blocks see them: of order
+// two at most, with fewer than 2^31 - 1 elements.
+bool has_kernel_shape(ParameterRule rule, at::IntArrayRef dims);
+
+// Whether the kernels can take a parameter of the group: on a GPU, of such a shape, in a usual
 // memory layout that its state shares, with float32 state. Never in a build without CUDA.
 bool has_shampoo_kernels(const ShampooGroup& group, size_t param);
 

@@ -283,6 +283,48 @@ def directions_that_stay_update_parameters_at_once(ranks: int) -> None:
 
 
 @case(2)
+def shards_of_three_dimensions_without_matrices_take_steps(ranks: int) -> None:
+    """Of columns, each a block of a shape that the kernels do not know."""
+    mesh = init_device_mesh("cuda", (ranks,))
+    results = []
+    for bucket_bytes in (1, 2**40):
+        generator = torch.Generator(device()).manual_seed(0)
+        whole = torch.randn(4, 64, 3, device=device(), generator=generator)
+        (shard,) = sharded([nn.Parameter(whole.clone())], mesh, Shard(1))
+        group = {"params": [shard], "preconditioned": False}
+        optimizer = torchium.Shampoo([group], grafting="adam", bucket_bytes=bucket_bytes)
+        for _ in range(3):
+            grad = torch.randn(whole.shape, device=device(), generator=generator)
+            shard.grad = distribute_tensor(grad, mesh, shard.placements)
+            optimizer.step()
+        optimizer.check_errors()
+        results.append(shard.full_tensor())
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], whole)
+
+
+@case(2)
+def one_number_of_gradients_that_are_read_where_they_are_skips_the_step(ranks: int) -> None:
+    mesh = init_device_mesh("cuda", (ranks,))
+    for columns in (200, 201):  # read four at a time, or one
+        for place in ((0, 0), (63, 64), (64, 63), (-1, -1)):
+            whole = torch.randn(128 * ranks, columns, device=device())
+            (shard,) = sharded([nn.Parameter(whole)], mesh, Shard(0))
+            local = shard.to_local().detach()
+            grad = torch.ones_like(local)
+            if dist.get_rank() == ranks - 1:
+                grad[place] = torch.nan
+            shard.grad = DTensor.from_local(grad, mesh, shard.placements)
+            before = local.clone()
+            optimizer = torchium.Shampoo([shard], block_size=64, bucket_bytes=1)
+            optimizer.step()
+            assert torch.equal(local, before), (columns, place)
+            shard.grad = DTensor.from_local(torch.ones_like(local), mesh, shard.placements)
+            optimizer.step()
+            assert not torch.equal(local, before)
+
+
+@case(2)
 def whole_blocks_take_no_memory_beside_their_state(ranks: int) -> None:
     """Those that directions and gathered gradients would take."""
     mesh = init_device_mesh("cuda", (ranks,))
