@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,6 +289,11 @@ class NaturalGradient(CapturingOptimizer):
             >>> optimizer.step()
         """
         try:
+            if isinstance(rows, Mapping):
+                raise ValueError(
+                    f"rows is a {type(rows).__name__}; pass its values in the order of param_groups: "
+                    "list(rows.values()) if its keys are those of named_parameters()"
+                )
             rows = list(rows)
             for name, value in (
                 ("residuals", residuals),

@@ -219,6 +219,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "dtype": (lambda J, r: ([J[0].float(), *J[1:]], r), r"rows\[0\] must be Double"),
     "samples": (lambda J, r: ([*J[:3], J[3][:5]], r), r"rows\[3\] must be .*\[6, 1\]"),
     "no_rows": (lambda J, r: ([j[:0] for j in J], r[:0]), r"rows\[0\] must be .*\[1, 6, 2\]"),
+    "dict": (lambda J, r: (dict(enumerate(J)), r), r"rows is a dict; pass its values"),
     "no_tensor": (lambda J, r: ([1.0, *J[1:]], r), r"rows\[0\] must be a Tensor, got float"),
     "residuals": (lambda J, r: (J, r[:5]), r"residuals must be .* \[6\] on cpu, one for each row"),
     "residual_type": (lambda J, r: (J, r > 0), "residuals must be a real floating-point tensor"),
