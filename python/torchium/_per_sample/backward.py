@@ -115,9 +115,10 @@ class per_sample:
 
     Raises:
         ValueError: at the beginning, a layer (named) that is not supported, or normalises with the
-            statistics of the batch; no trainable parameter; another ``reduction``. At the end, no
-            backward pass, a parameter (named) that was also used outside of its layer, a
-            normalisation with batch statistics, or layers with different numbers of samples.
+            statistics of the batch; no trainable parameter, or a sharded one (named); another
+            ``reduction``. At the end, no backward pass, a parameter (named) that was also used
+            outside of its layer, a normalisation with batch statistics, or layers with different
+            numbers of samples.
     """
 
     def __init__(self, model: nn.Module, *, reduction: str = "mean") -> None:

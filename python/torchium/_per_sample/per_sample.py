@@ -77,7 +77,7 @@ def per_sample_gradients(
             uses a parameter (named) by a kept reference, such as ``weight = model.weight`` before
             the call; a reentrant checkpoint (``use_reentrant=False`` works); a module (named) whose
             output for a sample depends on other samples or on random numbers, or that updates running
-            statistics; ``max_workspace_bytes`` below 1.
+            statistics; a sharded parameter (named), as of FSDP; ``max_workspace_bytes`` below 1.
 
     Three methods give the same rows:
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._sharded import is_dtensor, is_flat_shard
 from .sample_trees import SampleTree
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -18,13 +19,21 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     cls = type(model)
+    found: dict[str, Tensor] = {}
     if (
         cls.named_parameters is not nn.Module.named_parameters
         or cls.named_modules is not nn.Module.named_modules
     ):
-        return {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[str, Tensor] = {}
-    _collect_trainable(model, "", found, {id(model)})
+        found.update((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    else:
+        _collect_trainable(model, "", found, {id(model)})
+    for name, p in found.items():
+        if is_dtensor(p) or is_flat_shard(p):
+            raise ValueError(
+                f"the parameter {name!r} is sharded, and a rank has no gradients of samples for it; take a "
+                "model with full tensors on each rank, as it is before fully_shard() or under "
+                "DistributedDataParallel"
+            )
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from .._sharded import is_dtensor
 from ._blocked.adamw import (
     ADAMW_OPTIONS,
     SHAMPOO,
@@ -24,7 +25,7 @@ from ._blocked.sharing import SHARING_ARGUMENTS, Sharing
 from ._blocked.state_shares import state_shares
 from ._core.checkpoint import own_state
 from ._core.model_groups import model_groups
-from ._core.parameters import State, is_dtensor
+from ._core.parameters import State
 from ._core.process_groups import Consolidating, group_named, set_within
 
 if TYPE_CHECKING:

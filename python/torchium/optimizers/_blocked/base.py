@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._sharded import is_dtensor
 from .._core.amp import unscaled_gradients
 from .._core.base import CoreOptimizer
 from .._core.checkpoint import as_tensors, own_state
-from .._core.parameters import State, is_dtensor, parameter_names
+from .._core.parameters import State, parameter_names
 from .._core.plan import Report, Snapshot, failures
 from .._core.process_groups import group_named
 from .shards import Numbers, Shards, group_of

@@ -12,7 +12,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from .._core.parameters import is_dtensor, local_tensor, parameter_name
+from ..._sharded import is_dtensor, local_tensor
+from .._core.parameters import parameter_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from .parameters import local_tensor
+from ..._sharded import local_tensor
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+from ..._sharded import is_dtensor, is_flat_shard, local_tensor
 
 State = dict[str, Tensor]  # of one parameter
 
@@ -77,7 +78,7 @@ def check_parameter(param: Tensor, name: str, *, takes_shards: bool = False) -> 
 def check_unsharded(index: int, group: dict[str, Any], params: Iterable[Tensor]) -> None:
     """Raises ValueError for flat shards of FullyShardedDataParallel, which have lost their shape."""
     for param in params:
-        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        if is_flat_shard(param):
             raise ValueError(
                 f"{parameter_name(index, group, param)} is a flat shard of FullyShardedDataParallel, "
                 "which has lost the shape that preconditioners need; use fully_shard, whose DTensor "
@@ -96,18 +97,3 @@ def _check_placements(param: Any, name: str) -> None:
 def with_own_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """The same values, with copies of the tensors."""
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    # No tensor is a DTensor before its module, slow to import, is loaded.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() is for autograd
-    # The result of a collective that has not been waited for.
-    return local.wait() if hasattr(local, "wait") else local
