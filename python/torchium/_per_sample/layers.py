@@ -259,7 +259,7 @@ def _hooks_for_rows(
 
 
 def _has_large_rows(params: list[Tensor], call: RecordedCall) -> bool:
-    """Whether a GPU writes them for longer than the host needs for an operator of their own."""
+    """Whether a GPU takes longer to write the rows of a call than the host to launch their operator."""
     if not call.input.is_cuda:
         return False
     return len(call.input) * sum(params[i].nbytes for i in call.params.values()) >= 2**26

@@ -279,7 +279,7 @@ void SharedPlans::lay_out_own_directions(at::ScalarType dtype, Exchange& exchang
 
 // On a GPU, the steps of blocks that this rank alone holds wait for the agreement of the ranks and
 // then update the parameters themselves: their directions are neither written nor read again, and
-// their gradients read where they are. Below a bucket that saves nothing.
+// their gradients are read where they are. That saves nothing where they fill less than a bucket.
 void SharedPlans::find_local() {
   int64_t bytes = 0;
   for (Parameter& p : parameters_) {

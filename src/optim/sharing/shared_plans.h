@@ -90,7 +90,8 @@ class SharedPlans : public BlockedPlans {
     size_t parameter;
     const distributed::Part* part;
     std::optional<ElementRows> rows;  // of the part in this rank's tensor
-    // Contiguous, in the dtype of the state; undefined: not needed yet, of a local block.
+    // Contiguous, in the dtype of the state. Undefined: the gradient of a local block, which is
+    // read where it is until a step needs a copy.
     at::Tensor memory;
     // The own block whose gradient that is; null: another.
     OwnBlock* block = nullptr;
