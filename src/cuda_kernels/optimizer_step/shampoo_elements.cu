@@ -16,7 +16,7 @@ struct Place {
   int64_t row;
   int column;
 
-  __device__ int64_t with_stride(int64_t stride) const { return row * stride + column; }
+  __device__ int64_t offset(int64_t stride) const { return row * stride + column; }
 };
 
 // One tile: some rows of one block of a parameter.
@@ -116,7 +116,7 @@ class Elements {
         entry_(entry),
         inputs_(inputs),
         offset_(place.in_state),
-        in_gradient_(place.with_stride(inputs.gradient_stride)) {}
+        in_gradient_(place.offset(inputs.gradient_stride)) {}
 
   // With weight decay the gradient has the layout of the parameter.
   __device__ Lanes<N> gradient() const {
@@ -322,7 +322,7 @@ __device__ void update_tile(const ElementRule& rule, const StepBuffers& buffers,
 #pragma unroll
       for (int i = 0; i < N; ++i) d.lane[i] *= scale;
     }
-    move_parameter<N>(factors, entry.param, entry.param_type, place.with_stride(entry.param_stride),
+    move_parameter<N>(factors, entry.param, entry.param_type, place.offset(entry.param_stride),
                       entry.momentum_buffer, place.in_state, d);
   });
 }

@@ -302,11 +302,20 @@ bool SharedPlans::has_local_blocks(const Parameter& p) const {
   const auto blocks = blocks_of(*p.shared, ranks_.rank());
   return !blocks.empty() && std::ranges::all_of(blocks, [&](size_t b) {
     const auto& parts = p.shared->parts[b];
-    const auto& sizes = p.shared->blocks[b].rectangle.sizes;
     return !gathers(*p.shared, b) && parts.size() == 1 && parts[0].holders.size() == 1 &&
-           parts[0].holders[0].rank == ranks_.rank() && rows_of_part(p, parts[0]).has_value() &&
-           rules_->updates_in_place(p.kind, sizes);
+           parts[0].holders[0].rank == ranks_.rank() && lies_in_rows(p, b) &&
+           rules_->updates_in_place(p.kind, p.shared->blocks[b].rectangle.sizes);
   });
+}
+
+// Whether a block that is a part of this rank's tensor lies there in one piece, or with matrices in
+// its rows.
+bool SharedPlans::lies_in_rows(const Parameter& p, size_t block) const {
+  const auto rows = rows_of_part(p, p.shared->parts[block][0]);
+  const distributed::Block& its = p.shared->blocks[block];
+  const auto& sizes = its.rectangle.sizes;
+  return rows && (rows->columns == its.rectangle.numel() ||
+                  (its.slot >= 0 && sizes.size() == 2 && rows->columns == sizes[1]));
 }
 
 BlockUpdate SharedPlans::update_of(const Parameter& p, const OwnBlock& own) const {

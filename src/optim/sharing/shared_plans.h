@@ -177,6 +177,7 @@ class SharedPlans : public BlockedPlans {
   void lay_out_own_directions(at::ScalarType dtype, Exchange& exchange);
   void find_local();
   bool has_local_blocks(const Parameter& p) const;
+  bool lies_in_rows(const Parameter& p, size_t block) const;
   BlockUpdate update_of(const Parameter& p, const OwnBlock& own) const;
   OwnBlock& own_block(size_t parameter, size_t block);
   const distributed::Part& part_at(const PartPlace& place) const;
