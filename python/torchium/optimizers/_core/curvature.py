@@ -24,7 +24,8 @@ def check_curvature_arguments(*values: Any) -> None:
     for (name, kind), value in zip(_TYPES, values, strict=True):
         if not isinstance(value, kind) or isinstance(value, bool):
             wanted = getattr(kind, "__name__", kind)
-            raise ValueError(f"{name} must be of type {wanted}, got {type(value).__name__}")
+            remedy = "; pass its logits" if hasattr(value, "logits") else ""
+            raise ValueError(f"{name} must be of type {wanted}, got {type(value).__name__}{remedy}")
 
 
 def as_number(name: str, loss: float | Tensor) -> float:

@@ -6,6 +6,7 @@ test_kfac_fisher.py and test_natural_gradient_fisher.py compare the results with
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,10 @@ def test_empirical_matrices_take_no_curvature(kind):
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no_tensor": ({"outputs": [1.0]}, "outputs must be of type Tensor, got list"),
+    "model_output": (
+        {"outputs": SimpleNamespace(logits=torch.ones(1))},
+        "got SimpleNamespace; pass its logits",
+    ),
     "no_graph": ({"outputs": torch.ones(2, 3)}, "do not require gradients"),
     "one_dimension": ({"outputs": torch.ones(3, requires_grad=True)}, r"must be \[N, C\]"),
     "integers": ({"outputs": torch.ones(2, 3, dtype=torch.long)}, "real floating-point tensor"),
