@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
 #include <sstream>
 #include <utility>
 
@@ -83,7 +84,33 @@ std::string listed(const std::vector<int64_t>& ranks) {
   TORCH_INTERNAL_ASSERT(false, "layers differ in their hashes alone");
 }
 
+// Names as numbers, which all ranks gather. Longer ones are cut.
+constexpr size_t kCallNumbers = 4;
+
+std::vector<int64_t> numbers_of(const std::string& call) {
+  std::vector<int64_t> numbers(kCallNumbers, 0);
+  std::memcpy(numbers.data(), call.data(), std::min(call.size(), kCallNumbers * sizeof(int64_t)));
+  return numbers;
+}
+
+std::string call_in(const std::vector<int64_t>& numbers) {
+  std::string call(kCallNumbers * sizeof(int64_t), '\0');
+  std::memcpy(call.data(), numbers.data(), call.size());
+  return call.substr(0, call.find('\0'));
+}
+
+// Names the first two ranks that have made different calls.
+void check_calls(const StepFindings& own, const Communicator& ranks) {
+  const auto calls = ranks.all_gather(numbers_of(own.call));
+  for (size_t rank = 1; rank < calls.size(); ++rank) {
+    TORCH_CHECK(calls[rank] == calls[0], "rank 0 of the process group has called ",
+                call_in(calls[0]), " and rank ", rank, " ", call_in(calls[rank]),
+                "; all ranks need the same calls in the same order. No rank has taken the step");
+  }
+}
+
 [[noreturn]] void refuse_setups(const StepFindings& own, const Communicator& ranks) {
+  check_calls(own, ranks);
   const auto setups = ranks.all_gather({short_hash(own.setup)});
   std::vector<int64_t> different;
   for (size_t rank = 0; rank < setups.size(); ++rank) {

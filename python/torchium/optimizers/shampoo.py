@@ -293,8 +293,11 @@ class Shampoo(Consolidating, BlockedOptimizer):
             self._all_ranks_call() or not self._owns_all_state()
         )
 
+    def _is_in_block(self) -> bool:
+        return super()._is_in_block() or self._keeps_shares
+
     def _all_ranks_call(self) -> bool:
-        return super()._all_ranks_call() or self._keeps_shares or self._has_shards()
+        return super()._all_ranks_call() or self._has_shards()
 
     def _has_shards(self) -> bool:
         return any(is_dtensor(p) for group in self.param_groups for p in group["params"])

@@ -102,8 +102,9 @@ void copy_values(const ParameterState& old, ParameterState& fresh, const at::Ten
 
 void start_average(const StateBuffer& buffer, StateEntry& entry, bool is_new) {
   entry.state.*buffer.tensor = parameter_shaped_zeros(entry.param);
-  if (buffer.start != nullptr && !is_new) {
-    entry.state.*buffer.start = entry.state.step.clone();
+  if (buffer.start != nullptr) {
+    const at::Tensor& step = entry.state.step;
+    entry.state.*buffer.start = is_new ? at::zeros_like(step) : step.clone();
   }
 }
 
@@ -173,6 +174,9 @@ ParameterState BlockedPlan::planned_state(const at::Tensor& param) const {
   for (const StateBuffer& buffer : kStateBuffers) {
     if (needs_buffer(buffer)) {
       state.*buffer.tensor = parameter_shaped_zeros(shape);
+      if (buffer.start != nullptr) {
+        state.*buffer.start = at::empty_like(state.step);
+      }
     }
   }
   return state;
@@ -288,8 +292,9 @@ bool BlockedPlan::is_complete(const StateEntry& entry) const {
                      });
 }
 
-// An average that begins late keeps the step count at which it begins. An average that is not
-// needed is dropped: it would be outdated later.
+// An average keeps the step count at which it begins, also if that is 0: loaders of checkpoints may
+// read the keys that a new optimizer has, and no others. An average that is not needed is dropped:
+// it would be outdated later.
 void BlockedPlan::fit_buffers(StateEntry& entry, bool is_new) const {
   for (const StateBuffer& buffer : kStateBuffers) {
     at::Tensor& tensor = entry.state.*buffer.tensor;

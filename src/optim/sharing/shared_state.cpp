@@ -21,8 +21,6 @@ constexpr Member kElementLists[] = {&ParameterState::diagonal, &ParameterState::
                                     &ParameterState::momentum_buffer, &ParameterState::sum};
 constexpr const char* kElementKeys[] = {"diagonal", "exp_avg", "grafting_second_moment",
                                         "momentum_buffer", "sum"};
-constexpr Member kStartCounts[] = {&ParameterState::exp_avg_start,
-                                   &ParameterState::grafting_second_moment_start};
 
 // The slots of the parameter, each with the order of its matrices and its blocks.
 size_t slot_count(const SharedBlocks& shared) {
@@ -188,9 +186,9 @@ std::vector<ParameterState> states_of_blocks(const ParameterState& share,
         states[k].*member = (share.*member).narrow(0, at, elements).view(sizes);
       }
     }
-    for (const Member member : kStartCounts) {
-      if ((share.*member).defined()) {
-        states[k].*member = (share.*member).clone();
+    for (const StateBuffer& buffer : kStateBuffers) {
+      if (buffer.start != nullptr && (share.*buffer.start).defined()) {
+        states[k].*buffer.start = (share.*buffer.start).clone();
       }
     }
     states[k].step = share.step.clone();
@@ -243,8 +241,20 @@ bool join_states(std::vector<ParameterState*> states, const SharedBlocks& shared
           kept(before.*member, joined(elements, {element_count(shared, own)}, has_changed));
     }
   }
-  for (const Member member : kStartCounts) {
-    share.*member = states.empty() ? before.*member : states.front()->*member;
+  for (const StateBuffer& buffer : kStateBuffers) {
+    if (buffer.start == nullptr) {
+      continue;
+    }
+    at::Tensor& start = share.*buffer.start;
+    if (!states.empty()) {
+      start = states.front()->*buffer.start;
+    } else if (!(share.*buffer.tensor).defined()) {
+      start.reset();
+    } else if ((before.*buffer.tensor).defined()) {
+      start = before.*buffer.start;
+    } else {
+      start = share.step.clone();
+    }
   }
   return has_changed;
 }
@@ -256,8 +266,11 @@ std::vector<int64_t> presence_of(const ParameterState& share) {
        kElementLists) {  // a rank without blocks may have more keys than others
     presence.push_back((share.*member).defined() && (share.*member).numel() > 0 ? 1 : 0);
   }
-  for (const Member member : kStartCounts) {
-    const at::Tensor& start = share.*member;
+  for (const StateBuffer& buffer : kStateBuffers) {
+    if (buffer.start == nullptr) {
+      continue;
+    }
+    const at::Tensor& start = share.*buffer.start;
     presence.push_back(start.defined() ? 1 + start.to(at::kLong).item<int64_t>() : 0);
   }
   return presence;
@@ -281,9 +294,13 @@ ParameterState whole_frame(const ParameterState& share, const ParameterState& wh
     }
   }
   frame.step = share.step.clone();
-  for (const Member member : kStartCounts) {
-    if (const int64_t start = presence[key++]; start != 0) {
-      frame.*member = at::full_like(frame.step, start - 1);
+  for (const StateBuffer& buffer : kStateBuffers) {
+    if (buffer.start == nullptr) {
+      continue;
+    }
+    if (const int64_t start = presence[key++];
+        start != 0 && (frame.*buffer.tensor).defined()) {  // a rank without blocks may have more
+      frame.*buffer.start = at::full_like(frame.step, start - 1);
     }
   }
   return frame;

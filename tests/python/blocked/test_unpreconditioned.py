@@ -57,7 +57,8 @@ def test_state_is_that_of_the_grafted_method(grafting, language):
     optimizer.step()
     for p in params:
         state = optimizer.state[p] if language == "python" else optimizer.state(p)
-        assert set(state) == {"step", "exp_avg", "grafting_second_moment"}
+        averages = ("exp_avg", "grafting_second_moment")
+        assert set(state) == {"step", *averages, *(f"{key}_start" for key in averages)}
 
 
 @pytest.mark.parametrize("grafting", [None, "sgd"])

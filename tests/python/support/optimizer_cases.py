@@ -141,7 +141,13 @@ def computed_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 # Of state, whose dtype does not depend on that of the parameter.
-COUNTS = ("step", "factor_updates", "moment_updates")
+COUNTS = (
+    "step",
+    "exp_avg_start",
+    "grafting_second_moment_start",
+    "factor_updates",
+    "moment_updates",
+)
 
 
 def state_in_own_dtype(optimizer: Any, param: Tensor) -> list[tuple[str, Tensor]]:

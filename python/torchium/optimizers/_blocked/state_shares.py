@@ -13,6 +13,8 @@ from torch import Tensor
 from .._core.parameters import State
 
 _ATEN: Any = torch.ops.aten
+# Counts, which a rank without blocks may lack.
+_STARTS = {"exp_avg_start", "grafting_second_moment_start"}
 _ON_SHARE = (_ATEN.detach.default, _ATEN.clone.default, _ATEN._to_copy.default)
 
 
@@ -145,7 +147,9 @@ def state_shares(
                 if list_name
                 else _elements(own, frame.shape, dims)
             )
-            result[key] = StateShare(frame.shape, share[key], tuple(places), tuple(owners))
+            # A rank without blocks may lack what the options no longer need.
+            part = share[key] if key in share else share["step"].new_empty(0, dtype=frame.dtype)
+            result[key] = StateShare(frame.shape, part, tuple(places), tuple(owners))
     return result
 
 
@@ -223,23 +227,27 @@ def loaded_share(name: str, saved: State, current: State, owners: list[int]) -> 
     Raises ValueError if it is not one of the ``current`` state, whose blocks have these owners, or has NaN,
     Inf or a negative count.
     """
-    if saved.keys() != current.keys():
-        different = ", ".join(sorted(saved.keys() ^ current.keys()))
+    different = {
+        key
+        for key in (saved.keys() ^ current.keys()) - _STARTS
+        if _share_of({**current, **saved}[key]).numel() > 0
+    }
+    if different:
         raise ValueError(
-            f"the shares of the state of {name} and its state differ in {different}; load into a state "
-            "dict that this optimizer has made with its present options"
+            f"the shares of the state of {name} and its state differ in {', '.join(sorted(different))}; "
+            "load into a state dict that this optimizer has made with its present options"
         )
     result = {}
     for key, value in saved.items():
-        own = current[key]
-        share = value
-        if isinstance(value, StateShare):
-            if value.owners != tuple(owners):
-                raise ValueError(
-                    f"{key!r} of {name} is a share of blocks with other owners; load into a state dict "
-                    "that this optimizer has made"
-                )
-            share = value.share
+        own = current.get("step" if key in _STARTS else key)
+        if own is None:
+            continue
+        share = _share_of(value)
+        if isinstance(value, StateShare) and value.owners != tuple(owners):
+            raise ValueError(
+                f"{key!r} of {name} is a share of blocks with other owners; load into a state dict "
+                "that this optimizer has made"
+            )
         if share.shape != own.shape:
             raise ValueError(
                 f"{key!r} of {name} has shape {list(share.shape)}, that of this rank has "
@@ -248,3 +256,7 @@ def loaded_share(name: str, saved: State, current: State, owners: list[int]) -> 
         torch.ops.torchium.check_numbers(share, key, name)
         result[key] = share.to(own.device, own.dtype, copy=True)
     return result
+
+
+def _share_of(value: Tensor) -> Tensor:
+    return value.share if isinstance(value, StateShare) else value

@@ -131,7 +131,7 @@ class Consolidating(Optimizer):
             RuntimeError: a rank that keeps a part calls it outside of ``consolidating()``, where it might wait
                 forever.
         """
-        state = self._take_consolidated()
+        state = None if self._is_in_block() else self._take_consolidated()
         if state is None:
             state = self._state_of_checkpoint()
         with self._holding(state):
@@ -157,8 +157,12 @@ class Consolidating(Optimizer):
         finally:
             self.state = own
 
-    def _all_ranks_call(self) -> bool:
+    def _is_in_block(self) -> bool:
+        """Of those that all ranks run, and in which all of them gather the state."""
         return self._consolidates
+
+    def _all_ranks_call(self) -> bool:
+        return self._is_in_block()
 
     def _ranks_of_state(self) -> str:
         """The name of the process group."""

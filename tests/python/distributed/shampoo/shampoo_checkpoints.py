@@ -12,6 +12,7 @@ from group_tools import (
     assert_one_rank_takes_the_state,
     assert_raised_on_all,
     assert_same,
+    assert_same_on_all_ranks,
     copies_of,
     flat,
     is_last,
@@ -171,6 +172,62 @@ def distributed_checkpoints(ranks: int) -> None:
 
 
 @case(3)
+def distributed_checkpoints_keep_the_start_of_averages(ranks: int) -> None:
+    """Also on ranks without blocks of a parameter."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    late = {"betas": (0.9, 0.9), "grafting": "adam"}
+    for way in ("consolidating", "sharding"):
+        model = nn.Linear(9, 7)
+        params = [*model.parameters()]
+        optimizer = shampoo(params, world(), grafting="sgd")
+        train(optimizer, params, range(2))
+        optimizer.param_groups[0].update(late)
+        train(optimizer, params, range(2, 3))
+        with getattr(optimizer, way)():
+            state = get_optimizer_state_dict(model, optimizer)
+            set_optimizer_state_dict(model, optimizer, state)
+        folder = shared_folder() / f"starts {way}"
+        dcp.save({"optimizer": state}, checkpoint_id=folder)
+        other_model = copy.deepcopy(model)
+        other_model.zero_grad()
+        others = [*other_model.parameters()]
+        other = shampoo(others, world(), **late)
+        with getattr(other, way)():
+            state = get_optimizer_state_dict(other_model, other)
+            dcp.load({"optimizer": state}, checkpoint_id=folder)
+            set_optimizer_state_dict(other_model, other, state)
+        assert_same(values(other, others), values(optimizer, params))
+        train(optimizer, params, range(3, 5))
+        train(other, others, range(3, 5))
+        assert_same(values(other, others), values(optimizer, params))
+
+
+@case(3)
+def shares_hold_what_changed_options_no_longer_need(ranks: int) -> None:
+    """The ranks without blocks of a parameter keep none of it."""
+    params = parameters(shapes=[(9, 7), (5, 5), (6,)])
+    optimizer = shampoo(params, world(), momentum=0.9, betas=(0.9, 0.9))
+    train(optimizer, params, range(2))
+    optimizer.param_groups[0].update(momentum=0.0, betas=(0.0, 0.9))
+    set_gradients(params, 2)
+    params[1].grad = None  # its average is kept
+    optimizer.step()
+    before = values(optimizer, params)
+    with optimizer.sharding():
+        state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert "exp_avg of 1" in before
+    assert_same(values(optimizer, params), before)
+    train(optimizer, params, range(3, 4))
+    assert_same_on_all_ranks(params)
+
+
+@case(3)
 def a_rank_alone_does_not_wait_for_a_state_dict(ranks: int) -> None:
     params = parameters()
     optimizer = shampoo(params, world())
@@ -207,6 +264,10 @@ def one_rank_takes_a_consolidated_state(ranks: int) -> None:
     optimizer.param_groups[0]["lr"] = 0.5
     if dist.get_rank() == 0:
         assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    optimizer.consolidate_state_dict()
+    with optimizer.sharding():  # in which all ranks call it
+        optimizer.state_dict()
+    assert_same(flat(whole_state(optimizer)), flat(whole_state(optimizer)))
     kind, message = message_of(lambda: optimizer.consolidate_state_dict(to=ranks))
     assert kind == "ValueError"
     assert f"to must be a rank of the process_group, in [0, {ranks}), got {ranks}" in message

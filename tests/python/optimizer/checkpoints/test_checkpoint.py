@@ -77,7 +77,8 @@ def test_keys_of_the_state():
 
     slots = {f"{key}.{i}" for key in ("statistics", "roots", "root_failures") for i in range(2)}
     assert keys(torchium.Shampoo([weight, bias])) == [{"step", *slots}, {"step", "diagonal"}]
-    buffers = {"exp_avg", "grafting_second_moment", "momentum_buffer"}
+    averages = ("exp_avg", "grafting_second_moment")
+    buffers = {*averages, *(f"{key}_start" for key in averages), "momentum_buffer"}
     everything = torchium.Shampoo(
         [weight, bias], betas=(0.9, 1.0), grafting="adagrad", momentum=0.9
     )

@@ -37,7 +37,8 @@ def test_low_precision_parameters_have_float32_state(make, dtype, device):
         assert not torch.equal(p, b)
         for key, tensor in state_in_own_dtype(optimizer, p):
             counts = {"step": torch.float64, "root_failures": torch.int32}
-            assert tensor.dtype == counts.get(key.split(".")[0], torch.float32), key
+            of_count = torch.float64 if key.endswith("_start") else torch.float32
+            assert tensor.dtype == counts.get(key.split(".")[0], of_count), key
 
 
 @all_cases

@@ -565,13 +565,45 @@ def test_a_second_moment_of_another_kind_starts_afresh_in_checkpoints_too(before
         resumed_model, resumed = (
             copy.deepcopy(pair) if how == "copy" else pickle.loads(pickle.dumps(pair))
         )
-    assert "grafting_second_moment_start" not in optimizer.state[model[0].weight]
+    assert optimizer.state[model[0].weight]["grafting_second_moment_start"] == 0
     assert_same(run(resumed_model, resumed, 4, 3), run(model, optimizer, 4, 3))
     assert_same(resumed.state_dict(), optimizer.state_dict())
     assert optimizer.state[model[0].weight]["grafting_second_moment_start"] == 4
 
 
 @plain_cases
-def test_averages_from_the_first_step_need_no_start(make):
+def test_averages_keep_that_they_began_with_the_first_step(make):
+    """Their keys are then those of averages that began later."""
     _model, optimizer = trained(make)
-    assert not any("start" in key for state in optimizer.state.values() for key in state)
+    for state in optimizer.state.values():
+        for average in {"exp_avg", "grafting_second_moment"} & state.keys():
+            assert state[f"{average}_start"] == 0
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_distributed_checkpoint_keeps_the_start_of_averages(flatten, tmp_path):
+    """It loads what is in the state dict of a new optimizer, whose averages begin with the first step."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    split = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model = mlp()
+    optimizer = torchium.Shampoo(model.parameters(), grafting="sgd")
+    run(model, optimizer)
+    late = {"grafting": "adam", "betas": (0.9, 0.99)}
+    optimizer.param_groups[0].update(late)
+    run(model, optimizer, 4, 1)
+    saved = get_optimizer_state_dict(model, optimizer, options=split)
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path, no_dist=True)
+    resumed_model = copy.deepcopy(model)
+    resumed_model.zero_grad()
+    resumed = torchium.Shampoo(resumed_model.parameters(), **late)
+    state = get_optimizer_state_dict(resumed_model, resumed, options=split)
+    dcp.load({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(resumed_model, resumed, state, options=split)
+    assert_same(run(resumed_model, resumed, 5, 3), run(model, optimizer, 5, 3))
+    assert_same(resumed.state_dict(), optimizer.state_dict())
