@@ -101,9 +101,9 @@ inline std::vector<std::pair<std::string, torch::Tensor>> state_tensors(
 
 // The dtype of a parameter's state tensor that is not float64.
 inline torch::Dtype float32_state_dtype(const std::string& key) {
-  return key == "step"                        ? torch::kDouble
-         : key.rfind("root_failures", 0) == 0 ? torch::kInt
-                                              : torch::kFloat;
+  return key == "step" || key.ends_with("_start") ? torch::kDouble
+         : key.rfind("root_failures", 0) == 0     ? torch::kInt
+                                                  : torch::kFloat;
 }
 
 inline Tensors all_state(const torch::optim::Optimizer& optimizer) {

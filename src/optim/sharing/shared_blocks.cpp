@@ -139,6 +139,13 @@ void BlockOwners::cut_matrices(SharedBlocks& result, int64_t root_interval) cons
   }
 }
 
+void refuse_other_blocks(const std::string& name) {
+  TORCH_CHECK_VALUE(false, "the state of ", name,
+                    " was made for other blocks; set block_size, merge_dims, target_order, "
+                    "preconditioner_1d, preconditioned and max_preconditioned_dim back, or delete "
+                    "its entry in the state of the optimizer to start afresh");
+}
+
 const SharedBlocks* BlockOwners::find(const at::Tensor& param) const {
   const auto found = of_.find(param.unsafeGetTensorImpl());
   return found == of_.end() ? nullptr : &found->second;
@@ -158,10 +165,9 @@ std::vector<SharedBlocks> BlockOwners::new_cuts(const BlockedGroup& group, size_
       if (same_cut(*before, own)) {
         continue;
       }
-      TORCH_CHECK_VALUE(!has_state, "the state of ", group.name_of(g, i),
-                        " was made for other blocks; set block_size, merge_dims, target_order, "
-                        "preconditioner_1d, preconditioned and max_preconditioned_dim back, or "
-                        "delete its entry in the state of the optimizer to start afresh");
+      if (has_state) {
+        refuse_other_blocks(group.name_of(g, i));
+      }
     }
     cuts.push_back(std::move(own));
   }
@@ -257,6 +263,8 @@ void BlockOwners::share_out(const std::vector<BlockedGroup>& groups) {
     add(std::span(cuts).subspan(given));
   }
 }
+
+void BlockOwners::check(const BlockedGroup& group, size_t g) const { new_cuts(group, g); }
 
 void BlockOwners::share_out_given(const BlockedGroup& group, size_t g) {
   if (!given_.empty()) {

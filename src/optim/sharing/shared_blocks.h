@@ -34,6 +34,9 @@ struct SharedBlocks {
   std::vector<std::vector<distributed::Part>> parts;  // of each block
 };
 
+// Throws for the state of a parameter that does not fit its blocks.
+[[noreturn]] void refuse_other_blocks(const std::string& name);
+
 // Owners stay while the parameter does: state would have to move. Groups are shared out one after
 // the other, so that a group that is added later has the owners that it would have had before.
 class BlockOwners {
@@ -53,6 +56,9 @@ class BlockOwners {
   void give(const at::Tensor& param, std::vector<int64_t> owners);
   // Shares out the parameters of a group whose owners are given.
   void share_out_given(const BlockedGroup& group, size_t g);
+  // Throws if a parameter has state, and with its present options other blocks than it was made
+  // for.
+  void check(const BlockedGroup& group, size_t g) const;
 
  private:
   struct Plan {

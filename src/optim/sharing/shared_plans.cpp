@@ -331,6 +331,22 @@ GroupMemory SharedPlans::memory(size_t group, TensorBytes& counted) const {
   return memory;
 }
 
+// Throws if an option has changed since the state was shared out that the state does not follow.
+void SharedPlans::check_states(const BlockedGroup& group, size_t g) const {
+  owners_.check(group, g);
+  const auto plan = plan_of(group);
+  for (size_t i = 0; i < group.params.size(); ++i) {
+    const ParameterState& state = group.states[i];
+    if (state.is_empty() || owners_.find(group.params[i]) == nullptr) {
+      continue;
+    }
+    const ParameterState planned = plan->planned_state(group.whole(i));
+    if (state.statistics.size() != planned.statistics.size()) {
+      refuse_other_blocks(group.name_of(g, i));
+    }
+  }
+}
+
 // What follows exchanges tensors of the same shapes.
 void SharedPlans::agree_on_states(const std::vector<BlockedGroup>& groups, bool as_shares) {
   const c10::NoGradGuard no_grad;
@@ -351,9 +367,15 @@ void SharedPlans::agree_on_states(const std::vector<BlockedGroup>& groups, bool 
     }
   }
   findings.setup = hash.value();
+  HeldError held;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    held.run([&] { check_states(groups[g], g); });
+  }
+  findings.has_error = held.is_set();
   const c10::Device device = device_of(groups);
   const c10::DeviceGuard device_guard(device);
   agree(findings, ranks_, {}, device);
+  held.raise();
 }
 
 // All ranks must call it. Empty for parameters whose state this rank has whole: frozen ones, and

@@ -201,6 +201,7 @@ class SharedPlans : public BlockedPlans {
                                            std::vector<BlockedGroup>& of_blocks);
   bool join_states(std::vector<ParameterState> before, std::vector<BlockedGroup>& of_blocks);
   void hash_setup();
+  void check_states(const BlockedGroup& group, size_t g) const;
   std::vector<ParameterState> whole_frames(size_t g, const BlockedGroup& group);
   void give_gradients(const std::function<bool(const Parameter&)>& has_gradient);
 

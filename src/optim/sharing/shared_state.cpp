@@ -270,8 +270,10 @@ std::vector<int64_t> presence_of(const ParameterState& share) {
     if (buffer.start == nullptr) {
       continue;
     }
+    const at::Tensor& average = share.*buffer.tensor;
     const at::Tensor& start = share.*buffer.start;
-    presence.push_back(start.defined() ? 1 + start.to(at::kLong).item<int64_t>() : 0);
+    const bool has_start = average.defined() && average.numel() > 0 && start.defined();
+    presence.push_back(has_start ? 1 + start.to(at::kLong).item<int64_t>() : 0);
   }
   return presence;
 }
@@ -298,9 +300,11 @@ ParameterState whole_frame(const ParameterState& share, const ParameterState& wh
     if (buffer.start == nullptr) {
       continue;
     }
-    if (const int64_t start = presence[key++];
-        start != 0 && (frame.*buffer.tensor).defined()) {  // a rank without blocks may have more
+    const int64_t start = presence[key++];
+    if (start != 0) {
       frame.*buffer.start = at::full_like(frame.step, start - 1);
+    } else if (shared.whole.numel() == 0 && (frame.*buffer.tensor).defined()) {
+      frame.*buffer.start = share.*buffer.start;
     }
   }
   return frame;

@@ -23,7 +23,8 @@ int64_t bytes_of_state(const torch::optim::Optimizer& optimizer, const std::stri
   int64_t bytes = 0;
   for (const auto& param : optimizer.param_groups()[0].params()) {
     for (const auto& [key, tensor] : state_tensors(optimizer, param)) {
-      bytes += key.rfind(prefix, 0) == 0 ? static_cast<int64_t>(tensor.nbytes()) : 0;
+      const bool is_other = key.ends_with("_start") && !prefix.empty();
+      bytes += key.starts_with(prefix) && !is_other ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
   }
   return bytes;

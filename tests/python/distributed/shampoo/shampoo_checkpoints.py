@@ -223,8 +223,36 @@ def shares_hold_what_changed_options_no_longer_need(ranks: int) -> None:
     optimizer.load_state_dict(state)
     assert "exp_avg of 1" in before
     assert_same(values(optimizer, params), before)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.9)
     train(optimizer, params, range(3, 4))
     assert_same_on_all_ranks(params)
+    starts = [whole_state(optimizer)["state"][i]["exp_avg_start"].item() for i in range(3)]
+    assert starts == [3, 0, 3]  # the kept one goes on
+
+
+@case(3)
+def state_that_does_not_fit_changed_options_is_not_gathered(ranks: int) -> None:
+    for before, after in (
+        ({"preconditioner_1d": "full"}, {"preconditioner_1d": "diagonal"}),
+        ({}, {"preconditioned": False}),
+        ({"preconditioned": False}, {"preconditioned": True}),
+        ({}, {"max_preconditioned_dim": 5}),
+        ({}, {"block_size": 3}),
+        ({"block_size": 3}, {"block_size": 16}),
+    ):
+        params = parameters(shapes=[(6,), (9, 7), ()])
+        optimizer = shampoo(params, world(), **before)
+        train(optimizer, params, range(1))
+        expected = values(optimizer, params)
+        own = {key: optimizer.param_groups[0][key] for key in after}
+        optimizer.param_groups[0].update(after)
+        for block in (optimizer.consolidating, optimizer.sharding):
+            with block():
+                kind, message = message_of(optimizer.state_dict)
+            assert kind == "ValueError", (after, message)
+            assert "was made for other blocks" in message, message
+        optimizer.param_groups[0].update(own)
+        assert_same(values(optimizer, params), expected)
 
 
 @case(3)
@@ -308,7 +336,7 @@ def ranks_that_gather_different_states_raise(ranks: int) -> None:
     whole = "is whole on some ranks of the process group and shared out on others"
     for change, text in (
         (another_group, differs),
-        (another_option, differs),
+        (another_option, "was made for other blocks" if last else failed),
         (lost_option, "eps" if last else failed),
         (loads, whole),
         (nothing, differs),
