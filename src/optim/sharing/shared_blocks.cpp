@@ -151,6 +151,12 @@ const SharedBlocks* BlockOwners::find(const at::Tensor& param) const {
   return found == of_.end() ? nullptr : &found->second;
 }
 
+const std::vector<int64_t>* BlockOwners::given_to(const at::Tensor& param) const {
+  const auto found =
+      std::ranges::find_if(given_, [&](const auto& each) { return each.first.is_same(param); });
+  return found == given_.end() ? nullptr : &found->second;
+}
+
 // The parameters without owners that may be stepped.
 std::vector<SharedBlocks> BlockOwners::new_cuts(const BlockedGroup& group, size_t g) const {
   std::vector<SharedBlocks> cuts;
@@ -168,6 +174,9 @@ std::vector<SharedBlocks> BlockOwners::new_cuts(const BlockedGroup& group, size_
       if (has_state) {
         refuse_other_blocks(group.name_of(g, i));
       }
+    } else if (const auto* given = given_to(param);
+               has_state && given != nullptr && given->size() != own.blocks.size()) {
+      refuse_other_blocks(group.name_of(g, i));
     }
     cuts.push_back(std::move(own));
   }

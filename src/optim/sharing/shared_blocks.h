@@ -66,6 +66,7 @@ class BlockOwners {
     std::vector<std::vector<distributed::Source>> sources;
   };
   static Plan plan_of(std::span<const SharedBlocks> cuts);
+  const std::vector<int64_t>* given_to(const at::Tensor& param) const;
   std::vector<SharedBlocks> new_cuts(const BlockedGroup& group, size_t g) const;
   size_t take_given_owners(std::vector<SharedBlocks>& cuts);
   void choose_owners(std::span<SharedBlocks> cuts) const;

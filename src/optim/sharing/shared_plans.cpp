@@ -341,7 +341,10 @@ void SharedPlans::check_states(const BlockedGroup& group, size_t g) const {
       continue;
     }
     const ParameterState planned = plan->planned_state(group.whole(i));
-    if (state.statistics.size() != planned.statistics.size()) {
+    const auto has_shape = [](const at::Tensor& share, const at::Tensor& whole) {
+      return share.sizes().slice(1) == whole.sizes().slice(1);
+    };
+    if (!std::ranges::equal(state.statistics, planned.statistics, has_shape)) {
       refuse_other_blocks(group.name_of(g, i));
     }
   }
@@ -369,7 +372,10 @@ void SharedPlans::agree_on_states(const std::vector<BlockedGroup>& groups, bool 
   findings.setup = hash.value();
   HeldError held;
   for (size_t g = 0; g < groups.size(); ++g) {
-    held.run([&] { check_states(groups[g], g); });
+    held.run([&] {
+      owners_.share_out_given(groups[g], g);
+      check_states(groups[g], g);
+    });
   }
   findings.has_error = held.is_set();
   const c10::Device device = device_of(groups);
@@ -381,7 +387,6 @@ void SharedPlans::agree_on_states(const std::vector<BlockedGroup>& groups, bool 
 // All ranks must call it. Empty for parameters whose state this rank has whole: frozen ones, and
 // those that were just loaded.
 std::vector<ParameterState> SharedPlans::whole_frames(size_t g, const BlockedGroup& group) {
-  owners_.share_out_given(group, g);
   std::vector<int64_t> presence;
   for (const ParameterState& state : group.states) {
     const auto of_param = presence_of(state);

@@ -246,9 +246,10 @@ def state_that_does_not_fit_changed_options_is_not_gathered(ranks: int) -> None:
         expected = values(optimizer, params)
         own = {key: optimizer.param_groups[0][key] for key in after}
         optimizer.param_groups[0].update(after)
-        for block in (optimizer.consolidating, optimizer.sharding):
+        _, copied = copy.deepcopy((params, optimizer))
+        for block in (optimizer.consolidating, optimizer.sharding, copied.consolidating):
             with block():
-                kind, message = message_of(optimizer.state_dict)
+                kind, message = message_of(block.__self__.state_dict)
             assert kind == "ValueError", (after, message)
             assert "was made for other blocks" in message, message
         optimizer.param_groups[0].update(own)
