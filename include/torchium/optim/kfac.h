@@ -274,7 +274,8 @@ class TORCHIUM_API KFAC : public CapturingOptimizer {
 
   /// Inverts the factors of all layers as they are now, regardless of TInv. With capturable = true
   /// only this function does: call it between the replays of a captured step(). Before the first
-  /// step, and after a load, the next step does it. With a process_group all ranks must call it.
+  /// step, after a load, and for layers without a gradient in the last step, their next step does
+  /// it. With a process_group all ranks must call it.
   void update_preconditioners();
 
   /// Adapts the damping of all groups by the rule of Levenberg and Marquardt (Martens and Grosse

@@ -382,8 +382,8 @@ class KFAC(Consolidating, TreatmentReports, CapturingOptimizer):
         """Inverts the factors of all layers as they are now, regardless of ``TInv``.
 
         With ``capturable=True`` only this method inverts them: call it between the replays of a captured
-        :meth:`step`. Before the first step, and after a load, the next step does it. With a
-        ``process_group`` all ranks must call it.
+        :meth:`step`. Before the first step, after a load, and for layers without a gradient in the last
+        step, their next step does it. With a ``process_group`` all ranks must call it.
 
         Raises:
             RuntimeError: as :meth:`step`.

@@ -152,7 +152,8 @@ void KfacPlan::set_sums(const Layer& of, KfacLayer& layer) const {
   if (of.sums->A_is_of_gradients) {
     std::swap(layer.A_scale, layer.G_scale);
   }
-  if (layer.second_moments.defined() && !layer.inverse_lost) {  // then the basis was another one
+  // Where the basis is still that of the recorded calls.
+  if (layer.second_moments.defined() && !layer.inverse_lost && !of.sums->has_old_basis) {
     layer.moment_sum = of.sums->moments;
   }
 }
@@ -239,23 +240,27 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
 
 void KfacPlan::update_preconditioners() {
   agree_to("update_preconditioners()", [] {});
+  for (const auto i : c10::irange(size())) {  // but for the layers below
+    lost_inverses_.insert(param(i).unsafeGetTensorImpl());
+  }
   auto* step = static_cast<KfacStep*>(planned());
   if (step == nullptr || !is_unchanged()) {
-    for (const auto i : c10::irange(size())) {
-      lost_inverses_.insert(param(i).unsafeGetTensorImpl());
-    }
     return;
   }
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard device_guard(device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  auto layer_of = step->group().layers.begin();
-  for (const Layer& each : layers_) {
-    if (!each.is_unitwise) {
-      (layer_of++)->damping = options(each.weight).damping();
-    }
+  for (KfacLayer& layer : step->group().layers) {
+    layer.damping = options(active()[layer.weight]).damping();
+  }
+  {
+    const std::lock_guard lock(records_mutex_);
+    records_.note_new_bases();
   }
   step->renew_inverses();
+  for (const KfacLayer& layer : step->group().layers) {
+    lost_inverses_.erase(param(active()[layer.weight]).unsafeGetTensorImpl());
+  }
   note_roots();
   StepPlan::report();
 }

@@ -304,6 +304,12 @@ void FactorRecords::drop(const at::Tensor& weight, at::IntArrayRef passes) {
   }
 }
 
+void FactorRecords::note_new_bases() {
+  for (auto& [weight, sums] : sums_) {
+    sums.has_old_basis = sums.moments.defined();
+  }
+}
+
 void FactorRecords::forget() { sums_.clear(); }
 
 FactorSums* FactorRecords::sums(const FactorWeight& weight, bool is_shared) {

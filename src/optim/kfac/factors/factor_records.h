@@ -40,6 +40,7 @@ struct FactorSums {
   std::vector<Lookups> lookups;
   // EKFAC: [groups, o, a], with those of lookups; undefined: none.
   at::Tensor moments;
+  bool has_old_basis = false;  // some of the moments are in eigenvectors that were renewed since
   // Of a norm: [C, 2, 2], or [C, 1, 1] without a bias; undefined: of another layer.
   at::Tensor blocks;
   // By backward pass. Products of one pass have the same samples.
@@ -99,6 +100,8 @@ class FactorRecords {
   void drop(const at::Tensor& weight, at::IntArrayRef passes = {});
   // Drops all sums.
   void forget();
+  // Before eigenvectors are renewed between a call and its step.
+  void note_new_bases();
   // Drops everything about other parameters.
   template <typename Known>
   void keep_only(Known&& is_known) {

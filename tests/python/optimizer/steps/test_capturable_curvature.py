@@ -120,6 +120,53 @@ def test_inverses_are_renewed_by_the_next_step_after_a_load():
     )
 
 
+def test_layers_of_other_steps_are_inverted_by_their_next_one():
+    torch.manual_seed(0)
+    body, heads = nn.Linear(40, 6), [nn.Linear(6, CLASSES), nn.Linear(6, CLASSES)]
+    model = nn.ModuleList([body, *heads]).double()
+    optimizer = torchium.KFAC(model, damping_split="plain", damping=0.04, capturable=True)
+    paths = [nn.Sequential(body, nn.Tanh(), head) for head in heads]
+    for step in range(4):
+        x, y = batch((40,), step)
+        train(optimizer, paths[step % 2], x.double(), y)
+    optimizer.update_preconditioners()
+    for layer in (body, heads[1]):
+        assert_inverts(optimizer.state[layer.weight], 0.04)
+    first = optimizer.state[heads[0].weight]
+    before = {key: first[key].clone() for key in ("A", "G")}
+    train(
+        optimizer, paths[0], *(t.double() if t.is_floating_point() else t for t in batch((40,), 9))
+    )
+    assert_inverts({**first, **before}, 0.04)
+    inverse = first["A_inverse"].clone()
+    train(optimizer, paths[0], x.double(), y)
+    assert torch.equal(first["A_inverse"], inverse)
+
+
+def test_second_moments_of_other_eigenvectors_do_not_count():
+    def moments(calls: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = perceptron().double()
+        optimizer = torchium.KFAC(model, damping_split="exact", ekfac=True, capturable=True)
+        for step in range(3):
+            x, y = batch((40,), step)
+            train(optimizer, model, x.double(), y)
+        optimizer.zero_grad()
+        for _ in range(calls):
+            F.cross_entropy(model(x.double()), y).backward()
+        optimizer.update_preconditioners()
+        state = optimizer.state[model[0].weight]
+        before = state["second_moments"].clone()
+        F.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+        return before, state["second_moments"]
+
+    before, after = moments(calls=1)
+    assert torch.equal(after, before)
+    before, after = moments(calls=0)
+    assert not torch.equal(after, before)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
