@@ -124,10 +124,15 @@ def _checked(module: nn.Module, name: str, found: Any, samples: int) -> Tensor:
     assert param is not None
     row = found.get(name) if isinstance(found, dict) else None
     expected = (samples, *param.shape)
-    if not isinstance(row, Tensor) or row.shape != expected:
-        what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"no tensor {name!r}"
-        raise ValueError(
-            f"the formula registered for {type(module).__name__} returned {what}; it must return a "
-            f"dict with the gradients of {name!r} of all samples, of shape {expected}"
-        )
-    return row
+    if not isinstance(row, Tensor):
+        what = f"no tensor {name!r}"
+    elif not row.is_floating_point():
+        what = f"type {row.dtype}"
+    elif row.shape != expected:
+        what = f"shape {tuple(row.shape)}"
+    else:
+        return row
+    raise ValueError(
+        f"the formula registered for {type(module).__name__} returned {what}; it must return a "
+        f"dict with the gradients of {name!r} of all samples, of shape {expected}"
+    )

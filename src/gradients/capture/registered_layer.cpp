@@ -50,12 +50,14 @@ void check_rows_of(const RegisteredLayer& registered, const std::string& name,
   std::vector<int64_t> expected = param.sizes().vec();
   expected.insert(expected.begin(), samples);
   const bool is_given = rows != nullptr && rows->defined();
-  TORCH_CHECK_VALUE(
-      is_given && rows->sizes() == expected, "the formula registered for ",
-      registered.layer->name(), " returned ",
-      is_given ? c10::str("shape ", rows->sizes()) : c10::str("no tensor '", name, "'"),
-      "; it must return the gradients of '", name, "' of all samples, of shape ",
-      at::IntArrayRef(expected));
+  const bool has_type = is_given && at::isFloatingType(rows->scalar_type());
+  TORCH_CHECK_VALUE(has_type && rows->sizes() == expected, "the formula registered for ",
+                    registered.layer->name(), " returned ",
+                    has_type   ? c10::str("shape ", rows->sizes())
+                    : is_given ? c10::str("type ", rows->scalar_type())
+                               : c10::str("no tensor '", name, "'"),
+                    "; it must return the gradients of '", name, "' of all samples, of shape ",
+                    at::IntArrayRef(expected));
 }
 
 }  // namespace

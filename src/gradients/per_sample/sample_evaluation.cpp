@@ -255,9 +255,9 @@ void evaluate(const char* function, const SampleLoss& loss, const TrainableParam
     refuse_random_numbers();
   } else if (!calls.empty()) {
     const at::NoGradGuard no_grad;
-    const at::AutoDispatchBelowADInplaceOrView untracked;  // autograd's views take longer to make
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    apply_formulas(params, calls);
+    apply_formulas(params, calls);                         // which may use autograd
+    const at::AutoDispatchBelowADInplaceOrView untracked;  // autograd's views take longer to make
     of_jacobian(Jacobian(params, calls));
   }
   random_state.restore();

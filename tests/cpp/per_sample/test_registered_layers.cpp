@@ -97,6 +97,21 @@ TEST_F(RegisteredLayers, GiveTheRowsOfTheirFormula) {
   expect_all(model, make_batch(0, {5}));
 }
 
+TEST_F(RegisteredLayers, MayUseAutogradInTheirFormula) {
+  register_layer<MixImpl>([](const MixImpl& layer, const auto& input, const auto& g) {
+    auto rows = mix_rows(layer, input, g);
+    const torch::AutoGradMode enable_grad(true);
+    const auto mixing = layer.mixing.detach().expand({input.size(0), 4, 4}).clone();
+    mixing.set_requires_grad(true);
+    const auto products = (mixing * mixing).bmm(input.unsqueeze(2)).squeeze(2);
+    rows["mixing"] = torch::autograd::grad({(products * g).sum()}, {mixing})[0];
+    return rows;
+  });
+  nn::Sequential model(nn::Linear(5, 4), Mix(), nn::Tanh(), nn::Linear(4, 3));
+  model->to(torch::kDouble);
+  expect_all(model, make_batch(0, {5}));
+}
+
 TEST_F(RegisteredLayers, MayBeUsedSeveralTimesOnSequences) {
   Mix mix;
   nn::Sequential model(mix, nn::Functional([mix](const torch::Tensor& x) mutable {
@@ -241,6 +256,7 @@ TEST_F(RegisteredLayers, RefuseWrongRows) {
   };
   refuses({}, "no tensor 'mixing'");
   refuses({{"mixing", torch::zeros({6, 4})}}, "shape [6, 4]");
+  refuses({{"mixing", torch::zeros({6, 4, 4}, torch::kLong)}}, "type Long");
   expect_contains(refusal([] { register_layer<nn::LinearImpl>(nullptr); }),
                   "LinearImpl of libtorch");
   expect_contains(refusal([] { register_layer<MixImpl>(nullptr); }), "there is no formula for");

@@ -288,6 +288,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_another_layer():
         ({}, "returned no tensor 'factor'"),
         (None, "returned no tensor 'factor'"),
         ({"factor": torch.zeros(3, 5), "shift": torch.zeros(3, 1)}, r"returned shape \(3, 5\)"),
+        ({"factor": torch.zeros(3, 4).long()}, r"returned type torch.int64"),
     ],
 )
 def test_wrong_results_of_a_formula(result, message):
