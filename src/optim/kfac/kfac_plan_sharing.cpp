@@ -118,7 +118,8 @@ void KfacPlan::add_to_setup(Hash& hash) const {
 }
 
 bool KfacPlan::is_lost(const Layer& layer) const {
-  return layer.has_factors && lost_inverses_.count(param(layer.weight).unsafeGetTensorImpl()) != 0;
+  return layer.has_factors && !layer.is_unitwise &&
+         lost_inverses_.count(param(layer.weight).unsafeGetTensorImpl()) != 0;
 }
 
 void KfacPlan::add_layers(distributed::StepFindings& findings) {

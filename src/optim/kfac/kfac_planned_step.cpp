@@ -244,7 +244,11 @@ void KfacPlan::update_preconditioners() {
     lost_inverses_.insert(param(i).unsafeGetTensorImpl());
   }
   auto* step = static_cast<KfacStep*>(planned());
-  if (step == nullptr || !is_unchanged()) {
+  int64_t has_changed = step == nullptr || !is_unchanged() ? 1 : 0;
+  if (is_shared()) {  // perhaps on one rank alone
+    has_changed = ranks().all_reduce_max({has_changed}).front();
+  }
+  if (has_changed != 0) {
     return;
   }
   const c10::NoGradGuard no_grad;

@@ -254,6 +254,30 @@ def another_damping_split_right_after_a_load(ranks: int) -> None:
 
 
 @case(2, 3)
+def update_preconditioners_of_all_ranks(ranks: int) -> None:
+    """Also where one of them has got other tensors of state, and needs a step first."""
+    for fraction in FRACTIONS:
+        states = []
+        for group in (None, world()):
+            model = network()
+            options = {} if group is None else {"grad_worker_fraction": fraction}
+            optimizer = kfac(model, group, TInv=100, **options)
+            for step in range(6):
+                if group is None:
+                    step_alone(model, optimizer, Batch(step))
+                else:
+                    step_shared(model, optimizer, Batch(step))
+                if step == 4 and group is not None and dist.get_rank() == 1:
+                    state = optimizer.state[model.hidden.weight]
+                    state["A"] = state["A"].clone()
+                if step in (2, 4):
+                    optimizer.param_groups[0]["damping"] = 0.01 * step
+                    optimizer.update_preconditioners()
+            states.append(state_of(model, optimizer))
+        assert_close(states[1], states[0])
+
+
+@case(2, 3)
 def workers_alone_keep_inverses(ranks: int) -> None:
     kept = {}
     for fraction in FRACTIONS:
