@@ -229,6 +229,7 @@ def run(make: Any, options: dict[str, Any], name: str, captures: bool) -> tuple[
             target.copy_(values)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for step in range(4):
             load(step)
