@@ -245,6 +245,7 @@ bool JointPlan::prepare() {
   }
   const bool is_new = derive(*active);
   if (is_new || !is_planned(*active)) {
+    refuse_capture(device(), "the step is another one than the last.");
     if (!changes_for(*active).empty()) {
       return false;
     }

@@ -77,6 +77,9 @@ bool StepPlan::is_unchanged() const {
 void StepPlan::forget_planned() {
   is_unfinished_ = false;
   graphs_.clear();
+  if (std::exchange(is_captured_, false)) {
+    captured_.push_back(std::move(planned_));
+  }
   planned_.reset();
 }
 
@@ -181,6 +184,7 @@ void StepPlan::run(const at::Tensor& lr, at::IntArrayRef host_steps, const at::T
   }
   planned_->set_known(std::move(of_active));
   planned_->set_end_of_stages(shared.end_stage);
+  is_captured_ |= torchium::detail::is_capturing(device_);
   planned_->begin(std::move(grads));
   // A graph would end all stages at once.
   const bool has_graph = graph_mode_ != GraphMode::kNever && device_.is_cuda() && !shared.end_stage;

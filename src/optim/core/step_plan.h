@@ -203,7 +203,10 @@ class StepPlan : public torch::CustomClassHolder {
   TensorVector active_params_;
   std::unique_ptr<PlannedStep> planned_;  // of the active parameters
   bool is_unfinished_ = false;            // run(), but not yet end()
-  int64_t state_bytes_ = 0;               // of the active parameters
+  bool is_captured_ = false;              // planned_ is part of a caller's graph
+  // Earlier ones: replays use their memory.
+  std::vector<std::unique_ptr<PlannedStep>> captured_;
+  int64_t state_bytes_ = 0;  // of the active parameters
   GraphMode graph_mode_ = GraphMode::kNever;
   StepGraphs graphs_;  // of planned_
   const torchium::detail::WorkspaceOwner owner_{[this] { return workspaces(); }};

@@ -92,7 +92,7 @@ void KfacPlan::after_bind() {
   const auto is_known = [&](const at::TensorImpl* impl) { return params.count(impl) != 0; };
   records_.keep_only(is_known);
   for (auto* set : {&fallback_, &warned_, &warned_of_samples_, &warned_of_disagreement_,
-                    &lost_inverses_, &reached_}) {
+                    &lost_inverses_, &unconfirmed_, &reached_}) {
     std::erase_if(*set, [&](const auto* impl) { return !is_known(impl); });
   }
   std::erase_if(owners_, [&](const auto& entry) { return !is_known(entry.first); });
@@ -309,6 +309,9 @@ void KfacPlan::note_skip(const std::vector<at::Tensor>& params) {
     const int64_t i = position(param);
     if (i >= 0) {
       with_factors_.erase(state_of(i).factor_updates().unsafeGetTensorImpl());
+      if (unconfirmed_.erase(param.unsafeGetTensorImpl()) != 0) {
+        lost_inverses_.insert(param.unsafeGetTensorImpl());
+      }
     }
   }
 }

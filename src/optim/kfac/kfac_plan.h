@@ -233,6 +233,9 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   // Weights whose inverses must be recomputed: damping_split has changed, or the step that was to
   // renew them threw.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;
+  // Weights whose first factors a step on a GPU has made, of which the host does not know whether
+  // it was skipped. If it was, the next step had no inverses of its factors.
+  std::unordered_set<const at::TensorImpl*> unconfirmed_;
   // Of weights whose layers have taken a step.
   struct Owned {
     int64_t owner, cost;

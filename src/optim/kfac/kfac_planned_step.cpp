@@ -232,13 +232,20 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
   }
   if (!device().is_cpu()) {  // on the CPU a skipped step is known at once
     for (const Layer& each : layers_) {
+      const auto* weight = param(each.weight).unsafeGetTensorImpl();
       with_factors_.insert(state_of(each.weight).factor_updates().unsafeGetTensorImpl());
+      if (!each.has_factors) {
+        unconfirmed_.insert(weight);
+      }
     }
   }
   return {};
 }
 
 void KfacPlan::update_preconditioners() {
+  TORCH_CHECK(!torchium::detail::is_capturing(device()),
+              "a CUDA graph cannot capture this call: the host decides in "
+              "update_preconditioners() what is inverted. Call it between replays");
   agree_to("update_preconditioners()", [] {});
   for (const auto i : c10::irange(size())) {  // but for the layers below
     lost_inverses_.insert(param(i).unsafeGetTensorImpl());

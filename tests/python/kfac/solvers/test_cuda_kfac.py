@@ -241,3 +241,20 @@ def test_second_moments_of_float32(size: int, count: int, scale: float) -> None:
     assert (A - expected).norm() < 1e-6 * expected.norm()
     diagonal = expected.diagonal()
     assert ((A.diagonal() - diagonal) / diagonal).abs().max() < 1e-5
+
+
+def test_a_first_step_that_is_known_late_to_be_skipped():
+    """The second step makes the first factors then, and later ones invert them."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 4).cuda(), torch.randn(16, 6, device="cuda")
+    optimizer = torchium.KFAC(model, lr=0.1, damping_split="plain", TCov=1, TInv=100)
+    torch.cuda._sleep(10**9)
+    for step in range(3):
+        optimizer.zero_grad()
+        (model(x).square().mean() * (float("nan") if step == 0 else 1.0)).backward()
+        optimizer.step()
+        if step == 1:
+            torch.cuda.synchronize()
+    state = optimizer.state[model.weight]
+    assert int(state["factor_updates"]) == 2
+    assert (state["A_inverse"][0] - torch.eye(7, device="cuda")).abs().max() > 1e-2
