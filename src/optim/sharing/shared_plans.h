@@ -38,6 +38,9 @@ using distributed::HeldError;
 using distributed::PendingAgreement;
 using distributed::StepFindings;
 
+// Of the first parameter; the CPU without any.
+c10::Device device_of(const std::vector<BlockedGroup>& groups);
+
 struct SharingOptions {
   at::ScalarType comm_dtype = at::kFloat;  // of the updates of float32 state
   int64_t bucket_bytes = distributed::kBucketBytes;
