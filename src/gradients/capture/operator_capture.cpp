@@ -68,6 +68,10 @@ thread_local LastProduct last_product;
 // Of this thread: captures that take the layer call in progress as a whole.
 thread_local std::vector<const OperatorCapture::State*> whole_calls;
 
+bool is_in_whole_call(const OperatorCapture::State* capture) {
+  return std::find(whole_calls.begin(), whole_calls.end(), capture) != whole_calls.end();
+}
+
 // Keeps what start() has read for end().
 struct CallContext : public at::ObserverContext {
   CallContext(bool hides_calls, LastProduct before)
@@ -139,7 +143,7 @@ void note_call(const OperatorCall& call, CallContext& context) {
     if (call.layer.kind == LayerKind::kBatchNorm && !capture->takes_batch_norm) {
       return;
     }
-    if (std::find(whole_calls.begin(), whole_calls.end(), capture.get()) != whole_calls.end()) {
+    if (is_in_whole_call(capture.get())) {
       return;
     }
     const int64_t bias = capture->trainable_position(call.bias);
@@ -282,8 +286,7 @@ PendingCalls whole_calls_of(const nn::Module& layer, const std::shared_ptr<const
                             const at::Tensor& input) {
   PendingCalls calls;
   Registry::instance().for_each([&](const std::shared_ptr<OperatorCapture::State>& capture) {
-    if (!capture->takes_registered_layers ||
-        std::find(whole_calls.begin(), whole_calls.end(), capture.get()) != whole_calls.end()) {
+    if (!capture->takes_registered_layers || is_in_whole_call(capture.get())) {
       return;
     }
     std::vector<NamedParam> own;

@@ -230,8 +230,8 @@ class KfacPlan : public JointPlanOf<KFACOptions, KFACParamState> {
   std::string damping_split_, fisher_;  // of the options before
   bool compared_skips_ = false;
   bool is_inverse_free_ = false;
-  // Weights whose inverses must be recomputed: damping_split has changed, or the step that was to
-  // renew them threw.
+  // Weights whose inverses must be recomputed: damping_split has changed, the step that was to
+  // renew them threw, or update_preconditioners() could not.
   std::unordered_set<const at::TensorImpl*> lost_inverses_;
   // Weights whose first factors a step on a GPU has made, of which the host does not know whether
   // it was skipped. If it was, the next step had no inverses of its factors.

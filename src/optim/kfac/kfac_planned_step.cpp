@@ -232,10 +232,9 @@ StateChanges KfacPlan::take_agreed(const JointInputs& inputs) {
   }
   if (!device().is_cpu()) {  // on the CPU a skipped step is known at once
     for (const Layer& each : layers_) {
-      const auto* weight = param(each.weight).unsafeGetTensorImpl();
       with_factors_.insert(state_of(each.weight).factor_updates().unsafeGetTensorImpl());
       if (!each.has_factors) {
-        unconfirmed_.insert(weight);
+        unconfirmed_.insert(param(each.weight).unsafeGetTensorImpl());
       }
     }
   }

@@ -273,11 +273,9 @@ void BlockOwners::share_out(const std::vector<BlockedGroup>& groups) {
   }
 }
 
-void BlockOwners::check(const BlockedGroup& group, size_t g) const { new_cuts(group, g); }
-
 void BlockOwners::share_out_given(const BlockedGroup& group, size_t g) {
+  std::vector<SharedBlocks> cuts = new_cuts(group, g);
   if (!given_.empty()) {
-    std::vector<SharedBlocks> cuts = new_cuts(group, g);
     add(std::span(cuts).first(take_given_owners(cuts)));
   }
 }

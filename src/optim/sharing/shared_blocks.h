@@ -54,11 +54,9 @@ class BlockOwners {
   // Sets the owners of the blocks of a parameter that is shared out later. For copies of an
   // optimizer, whose state is already a share.
   void give(const at::Tensor& param, std::vector<int64_t> owners);
-  // Shares out the parameters of a group whose owners are given.
+  // Shares out the parameters of a group whose owners are given. Throws if a parameter has state,
+  // and with its present options other blocks than it was made for.
   void share_out_given(const BlockedGroup& group, size_t g);
-  // Throws if a parameter has state, and with its present options other blocks than it was made
-  // for.
-  void check(const BlockedGroup& group, size_t g) const;
 
  private:
   struct Plan {

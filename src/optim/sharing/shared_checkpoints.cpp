@@ -33,7 +33,6 @@ GroupMemory SharedPlans::memory(size_t group, TensorBytes& counted) const {
 
 // Throws if an option has changed since the state was shared out that the state does not follow.
 void SharedPlans::check_states(const BlockedGroup& group, size_t g) const {
-  owners_.check(group, g);
   const auto plan = plan_of(group);
   for (size_t i = 0; i < group.params.size(); ++i) {
     const ParameterState& state = group.states[i];

@@ -326,16 +326,13 @@ BlockUpdate SharedPlans::update_of(const Parameter& p, const OwnBlock& own) cons
   return {p.stage == 0 ? 0 : p.stage - 1};
 }
 
-// In one piece, or where the step updates the parameter at once, by rows.
+// In one piece, or where the step updates the parameter at once, by rows: lies_in_rows().
 std::vector<int64_t> SharedPlans::strides_in_place(const Parameter& p, const Sent& sent) const {
   const at::Tensor& block = sent.block->tensor;
   if (sent.rows && sent.rows->columns == block.numel()) {
     return block.strides().vec();
   }
-  if (sent.rows && p.is_local && block.dim() == 2 && block.size(1) == sent.rows->columns) {
-    return {sent.rows->stride, 1};
-  }
-  return {};
+  return p.is_local ? std::vector<int64_t>{sent.rows->stride, 1} : std::vector<int64_t>();
 }
 
 // The gradients that this rank gives, in the order of the parameters.
